@@ -43,7 +43,8 @@ def _take(batch: FlattenedBatch, start: int, stop: int) -> FlattenedBatch:
         if name.startswith("cu_seq_lens"):
             part[name] = value[start : stop + 1] - value[start]
         elif name.startswith("max_length"):
-            part[name] = type(value)(max(after - before for before, after in pairwise(starts)))
+            longest = max((after - before for before, after in pairwise(starts)), default=0)
+            part[name] = value.new_tensor(longest) if isinstance(value, torch.Tensor) else type(value)(longest)
         elif isinstance(value, torch.Tensor) and value.shape[: len(row)] == row:
             part[name] = value.narrow(len(row) - 1, starts[0], starts[-1] - starts[0])
     return part

@@ -66,7 +66,8 @@ class Layout:
         """Return the samples ``start`` to ``stop - 1`` of a batch; refuse one that does not have the layout."""
         sizes = self.sizes(batch)
         samples = gcd(*sizes.values())
-        if samples == 1 < max(sizes.values()):
+        keeps_no_proportion = samples == 1 and max(sizes.values()) > 1
+        if keeps_no_proportion:
             given = " and ".join(map(str, sizes.values()))
             raise uncuttable(f"its loaders give {given} of them, and no smaller batch keeps that proportion")
         spans: dict[int, tuple[int, int]] = {}
@@ -239,10 +240,12 @@ class HookLayout:
             raise UserError(
                 f"{hook=} must be a method, split_batch(self, batch, sizes), that returns one chunk for each size."
             )
-        sizes = [size for size in (start, stop - start, self.samples(batch) - stop) if size]
+        before = [start] if start else []
+        after = [self.samples(batch) - stop] if stop < self.samples(batch) else []
+        sizes = [*before, stop - start, *after]
         result = hook(batch, list(sizes))
         chunks = list(result) if isinstance(result, Iterable) else []
         if len(chunks) != len(sizes):
             returned = f"{len(chunks)} chunks" if chunks else repr(result)
             raise UserError(f"split_batch returned {returned} for {sizes=}: it must return one chunk for each size.")
-        return chunks[1 if start else 0]
+        return chunks[len(before)]

@@ -16,6 +16,7 @@ from pathlib import PurePath
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import SUPPORTED_NODES
@@ -94,7 +95,9 @@ def is_constant(node: Any) -> bool:
         return False
     if isinstance(node, torch.Tensor):
         return not node.is_nested and not node.dim()
-    return isinstance(node, _CONSTANTS) or (is_array(node) and not node.shape and not isinstance(node, Mapping))
+    if isinstance(node, Mapping):  # one of a type of its own may have a shape of no axes
+        return False
+    return isinstance(node, _CONSTANTS) or (is_array(node) and not node.shape)
 
 
 def is_array(node: Any) -> bool:
@@ -203,21 +206,24 @@ def rebuild(node: Any, children: Iterable[Any]) -> Any:
     if isinstance(node, tuple):
         return getattr(type(node), "_make", type(node))(children)
     names = _attribute_names(node)
-    registration = _registration(node)
-    if registration is not None and names is None:
-        return registration.unflatten_fn(list(children), registration.flatten_fn(node)[1])
-    if names is None and not isinstance(node, (dict, list)):
-        return type(node)(dict(zip(node.keys(), children)))  # a copy of another mapping may share its contents
-    clone: Any = copy.copy(node)
-    if isinstance(node, list):
-        clone[:] = children
-    elif names is None:
-        for key, child in zip(node, children):  # ``update`` may be refused (``ModelOutput``)
-            clone[key] = child
-    else:
+    if names is not None:
+        clone: Any = copy.copy(node)
         for name, child in zip(names, children):
             object.__setattr__(clone, name, child)
-    return clone
+        return clone
+    registration = _registration(node)
+    if registration is not None:
+        return registration.unflatten_fn(list(children), registration.flatten_fn(node)[1])
+    if isinstance(node, list):
+        clone = copy.copy(node)
+        clone[:] = children
+        return clone
+    if isinstance(node, dict):
+        clone = copy.copy(node)
+        for key, child in zip(node, children):  # ``update`` may be refused (``ModelOutput``)
+            clone[key] = child
+        return clone
+    return type(node)(dict(zip(node.keys(), children)))  # a copy of another mapping may share its contents
 
 
 def _attribute_names(node: Any) -> list[str] | None:
@@ -241,8 +247,8 @@ def same_values(one: Any, other: Any) -> bool:
         return False
     try:
         return _same_values_of_type(one, other)
-    except Exception:  # arrays of objects; the == of a user's type may raise anything
-        return hasattr(one, "tolist") and str(one.tolist()) == str(other.tolist())
+    except Exception:  # the == of a user's type may raise anything
+        return False
 
 
 def _same_values_of_type(one: Any, other: Any) -> bool:
@@ -255,13 +261,25 @@ def _same_values_of_type(one: Any, other: Any) -> bool:
         theirs = dict(others)
         return [*ours] == [*theirs] and all(map(same_values, ours.values(), theirs.values()))
     if is_array(one):
-        return _same_tensors(torch.as_tensor(one), torch.as_tensor(other))
+        return _same_arrays(one, other)
     if one == other or (isinstance(one, float) and one != one and other != other):
         return True
     if isinstance(one, _CONSTANTS):
         return False
     state = object.__getstate__(one)  # with what __slots__ name; many objects are equal only to themselves
     return state is not None and same_values(state, object.__getstate__(other))
+
+
+def _same_arrays(one: Any, other: Any) -> bool:
+    if hasattr(one, "equals"):  # data frames and their columns
+        return bool(one.equals(other))
+    ours = np.asarray(one)
+    theirs = np.asarray(other)
+    if ours.dtype != theirs.dtype or ours.shape != theirs.shape:
+        return False
+    if ours.dtype.hasobject:
+        return all(map(same_values, ours.flat, theirs.flat))
+    return bool(np.array_equal(ours, theirs, equal_nan=ours.dtype.kind in "fcmM"))
 
 
 def _same_tensors(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -78,7 +78,8 @@ def _roles_of(samples: Comparison, loader: int) -> dict[str, Role]:
     roles: dict[str, Role] = {}
     every = range(samples.kinds)
     few = [BASE] * samples.loaders
-    for kinds in (*zip(every), every):  # equal samples, of each kind; different ones
+    equal = [[kind] for kind in every]
+    for kinds in [*equal, every]:
         once = samples.batch(few, kinds, 0)
         twice = samples.batch(few, kinds, 1)
         for larger in samples.larger:
@@ -90,7 +91,10 @@ def _roles_of(samples: Comparison, loader: int) -> dict[str, Role]:
 
 
 def _join(known: dict[str, Role], further: Mapping[str, Role]) -> None:
-    """Add the roles that another loader shows when it gives more samples; a part has samples of one loader only."""
+    """Add the roles that another loader shows when it gives more samples; a part has samples of one loader only.
+
+    A part that seemed shared, because the first loader gave no more, may have those of the other.
+    """
     for path, role in further.items():
         if not isinstance(role, (SampleAxis, SampleCount)):
             known.setdefault(path, role)
@@ -189,19 +193,28 @@ def read_ready_made(batch: Any) -> Layout:
             # A list of numbers may be an image size, as likely as one number for each sample.
             has_numbers |= is_plain_sequence(node) and any(isinstance(value, Number) for value in node)
     lengths = {shape[0] for shape in shapes.values()}
-    if len(lengths) != 1 or has_numbers:
-        parts = ", ".join(f"{path} {shape}" for path, shape in [*shapes.items()][:4])
+    parts = ", ".join(f"{path} {shape}" for path, shape in [*shapes.items()][:4])
+    if not parts:
+        raise uncuttable("it comes ready-made, and no part of it has a length")
+    if has_numbers:
         raise uncuttable(
-            f"it comes ready-made and its parts ({parts or 'none with a length'}) do not all have the same length "
-            "along their first axis"
+            f"it comes ready-made, and a list of numbers in it ({parts}) may belong to all samples or each"
+        )
+    if len(lengths) > 1:
+        raise uncuttable(
+            f"it comes ready-made and its parts ({parts}) do not all have the same length along their first axis"
         )
     return Layout(roles)
 
 
 def _parts(path: str, node: Any, *, top: bool = False) -> Iterator[tuple[str, Any, Role | None]]:
-    """Yield path, value and role of each part; the role of tensors, arrays and lists of constants is open."""
-    listed = is_plain_sequence(node)
-    if extents(node) and (not listed or (not top and node and all(map(is_constant, node)))):
+    """Yield path, value and role of each part; the role of tensors and arrays is open, and that of lists of constants.
+
+    A list at the ``top`` is the batch itself.
+    """
+    is_list = is_plain_sequence(node)
+    is_list_of_constants = is_list and not top and len(node) > 0 and all(map(is_constant, node))
+    if extents(node) and (not is_list or is_list_of_constants):
         yield path, node, None
     elif is_constant(node):
         yield path, node, "constant"

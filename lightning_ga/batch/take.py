@@ -8,7 +8,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
 from lightning_ga.batch.pytree import REMEDY, LayoutError, find_splitter, is_constant, is_plain_sequence, rebuild
 
-_OFFSETS = WeakValueDictionary[Any, torch.Tensor]()  # of parts of jagged tensors, by ragged size and place
+_OFFSETS = WeakValueDictionary[Any, torch.Tensor]()  # of parts of jagged tensors
 
 
 def take(node: Any, axis: int, start: int, stop: int) -> Any:
@@ -70,16 +70,16 @@ def _take_by_indexing(tensor: torch.Tensor, axis: int, start: int, stop: int) ->
 def _take_jagged(tensor: Any, start: int, stop: int) -> torch.Tensor:
     """Return samples of a jagged tensor as a view; parts of tensors that share their offsets share theirs, too.
 
-    Otherwise torch would refuse to compute with both. Tensors that were moved have offsets of their own, but the same
-    ragged size.
+    Otherwise torch would refuse to compute with both.
     """
     axis = tensor._ragged_idx
     offsets = tensor.offsets()
-    place = (tensor.shape[axis], start, stop, offsets.device)
-    part = _OFFSETS.get(place)
+    ragged_size = tensor.shape[axis]  # a symbol, the same for tensors with the same offsets, also after a move
+    key = (ragged_size, start, stop, offsets.device)
+    part = _OFFSETS.get(key)
     if part is None:
         part = offsets[start : stop + 1] - offsets[start]
-        _OFFSETS[place] = part
+        _OFFSETS[key] = part
     first, end = offsets[[start, stop]].tolist()
     values = torch.narrow(tensor.values(), axis - 1, first, end - first)
     return torch.nested.nested_tensor_from_jagged(values, offsets=part, jagged_dim=axis)

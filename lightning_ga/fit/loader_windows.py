@@ -102,7 +102,7 @@ class LoaderWindows(CutWindows):
             self._place.size_epoch(self._source.epoch_plan.length)
         loader = self._source.loader
         # Iterating uses the generator up, and training's iterator needs it again.
-        with replaced(loader, before_unplanned=loader.before_unplanned):
+        with replaced(loader, before_dry_run=loader.before_dry_run):
             self._iterate()
         self.planner.note_first()
         batch = advance.first_batch(self._trainer)

@@ -30,9 +30,10 @@ class KnownSamples:
         self._shown: ShownSamples | None = None
 
     def with_shown_batch(self) -> Any:
-        """Return a copy of the loader whose first batch shows its samples; the loader itself if they are known.
+        """Return a copy of the loader whose first batch shows its samples, or the loader itself.
 
-        So is one that makes no batches of samples, or batches that show as much themselves.
+        It is returned itself if samples are known already, if it makes no batches of samples, and with torch's own
+        collate function, whose batches show their samples.
         """
         loader = self.loader
         if not collates(loader) or finishes_batches(loader) or not self.has_own_collate or self.reader.first:
@@ -85,7 +86,7 @@ class KnownSamples:
     def _few_read(self) -> list[Any]:
         return _one_of_each_first(self._by_shapes(self.reader.first))[:_FEW]
 
-    # What follows is asked for once there are a few, and does not change then.
+    # What follows is cached, and so it must not be asked for while ``_few`` is empty.
 
     @cached_property
     def _kept(self) -> list[Any]:
@@ -140,41 +141,41 @@ class KnownSamples:
             return True
         count = len(self._kept)
         makes_batch = self.elements_of(self._kept, count) > 0
-        return makes_batch or self.elements_of(self._kept[:1], count) == 0
+        fails_for_equal_ones = self.elements_of(self._kept[:1], count) == 0  # then shapes are not the reason
+        return makes_batch or fails_for_equal_ones
 
     def takes_only_some(self, count: int) -> bool:
-        """Return whether a batch of so many samples has less of each than one of few, though those grow with them."""
+        """Return whether a batch of so many samples was seen to have fewer elements than batches of few predict."""
         if not self.has_own_collate or not self.examples:
             return False
-        example = max(self.examples, key=elements)
-        count = min(count, _MOST_ELEMENTS // max(1, elements(example)))
-        if count <= 4:
-            return False
-        two, three, four, many = (self.elements_of([example], number) for number in (2, 3, 4, count))
-        of_one = three - two
-        if of_one <= 0 or four - three != of_one:
-            return False
-        return 0 < many < two + of_one * (count - 2)
+        found, of_all = self._seen_and_expected(count)
+        return 0 < found < of_all
 
     def joins_batches(self, batch_size: int) -> bool:
-        """Return whether batches of so many samples were seen to grow as those of few do.
+        """Return whether two batches of so many samples were seen to make one: some functions take only the first.
 
-        A collate function may look at the first sample only, or at so many of them. Elements must grow in proportion:
-        as many for each sample from ``few`` to ``middle`` as from ``middle`` to its double. Only samples that are read
-        apart show it: those of the first batch come after its size is planned, and each rank has others.
+        Only samples that are read apart show it: those of the first batch come after its size is planned, and each rank
+        has others.
         """
         if not self.has_own_collate:
             return True
         if not self.can_be_read_apart or not self.examples:
             return False
-        example = self.examples[:1]
-        most = _MOST_ELEMENTS // max(1, elements(example))
-        middle = max(2, min(batch_size, most // 2))
-        few = min(2, middle - 1)
-        small = self.elements_of(example, few)
-        single = self.elements_of(example, middle)
-        double = self.elements_of(example, 2 * middle)
-        return double > single and (double - single) * (middle - few) == (single - small) * middle
+        found, of_all = self._seen_and_expected(2 * batch_size)
+        return found == of_all > 0
+
+    def _seen_and_expected(self, count: int) -> tuple[int, int]:
+        """Return the elements of a batch of ``count`` times one sample, and those that it has if all are taken.
+
+        Every sample adds as many then as the fourth to a batch of three; if the third adds another number, both are 0.
+        """
+        example = max(self.examples, key=elements)
+        count = max(4, min(count, _MOST_ELEMENTS // max(1, elements(example))))
+        two, three, four = (self.elements_of([example], few) for few in (2, 3, 4))
+        added = four - three
+        if added <= 0 or three - two != added:
+            return 0, 0
+        return self.elements_of([example], count), four + added * (count - 4)
 
 
 def _one_of_each_first(groups: list[list[Any]]) -> list[Any]:

@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler
 
 from lightning_ga.batch.layout import elements, leaves
 from lightning_ga.loading.known_samples import KnownSamples
-from lightning_ga.loading.sample_reader import SAMPLES_AT_ONCE
+from lightning_ga.loading.sample_reader import SAMPLES_AT_ONCE, until_error
 from lightning_ga.memory.live_tensors import uncounted
 
 SAMPLES_KEPT = 32  # samples with the most elements, besides the largest of every field
@@ -56,7 +56,7 @@ class Largest:
         rest = BatchSampler(islice(known.reader.order(), self.seen, None), SAMPLES_AT_ONCE, drop_last=False)
         scan = partial(_scan, _Kept(text=self._kept.text))
         with uncounted(), known.reader.fetched(rest, scan, workers=known.loader.num_workers) as reports:
-            for count, newcomers in reports:
+            for count, newcomers in until_error(reports):
                 self.seen += count
                 self._kept.see(newcomers)
                 if time.monotonic() - started > LOOK_SECONDS:
@@ -95,7 +95,10 @@ class Largest:
         return self._kept
 
     def _adds_to_batches(self, sample: Any) -> bool:
-        """Return whether a batch has more elements with a sample twice: of none, some make a batch of zeros."""
+        """Return whether a batch has more elements with a sample twice.
+
+        That it has any says too little: if nothing is left, a collate function may make a batch of zeros.
+        """
         return self._known.elements_of([sample], 1) < self._known.elements_of([sample], 2)
 
 

@@ -35,7 +35,7 @@ class Sequential:
         self._begun: tuple[int, int] | None = None  # the last epoch that training has begun, and its ``dataset_size``
 
     def size(self, epoch: int) -> int:
-        """Return the samples of an epoch, by the length of the dataset now; once training has begun it, the same."""
+        """Return the samples of an epoch, by the length of the dataset now, or when training has begun that epoch."""
         samples = self._dataset_size(epoch)
         return samples - samples % self._multiple
 
@@ -44,7 +44,7 @@ class Sequential:
         return range(self.size(epoch))
 
     def begin(self, epoch: int) -> Any:
-        """Return the order that training begins an epoch with; once it has begun, the same."""
+        """Return the order that training begins an epoch with; the length of the dataset is kept for it from now on."""
         self._begun = epoch, self._dataset_size(epoch)
         return self.draw(epoch)
 
@@ -115,7 +115,7 @@ class FromSampler:
         return self._drawn[1]
 
     def begin(self, epoch: int) -> list[Any]:
-        """Return the order that training begins an epoch with; once it has begun, the same."""
+        """Return the order that training begins an epoch with: the sampler is read once."""
         if self._begun[0] != epoch:
             self._begun = epoch, self._read(self._sampler, epoch)
             self._drawn = (None, [])
@@ -155,7 +155,8 @@ class FromSampler:
             found = list(islice(iterator, ceil_div(len(sampler), self._batch) * self._batch))
             next(iterator, None)  # let it run to its end, where it may count its epochs
         if self._shuffles and found:
-            return [found[int(place)] for place in Shuffled(len(found), self._seed).draw(epoch)]
+            permutation = Shuffled(len(found), self._seed).draw(epoch)
+            return [found[place] for place in permutation.tolist()]
         return found
 
 

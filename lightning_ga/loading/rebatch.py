@@ -126,7 +126,7 @@ def read_order(loader: "DataLoader[Any]", settings: SourceSettings) -> Order | N
     if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source):
         seed = settings.seed
         if sampler.generator is not None:
-            seed = sampler.generator.initial_seed()  # each rank may have seeded its own otherwise
+            seed = sampler.generator.initial_seed()  # each rank may have seeded its own differently
         return Shuffled(partial(len, sampler), settings.of_first_rank(seed))
     # Lightning leaves a DistributedSampler as it is; here there is one on a single rank.
     shuffles = settings.must_shuffle and not isinstance(sampler, DistributedSampler)
@@ -147,9 +147,9 @@ def rebatch(
 
     Windows and weights are planned in this order, so ``in_order=False`` (PyTorch 2.6) is not kept.
 
-    ``iter`` draws a seed for data workers, and must draw it once. The loop's first call, before the limit is known,
-    yields nothing, but draws all the same; ``before_unplanned`` is the generator as it was then, from which the next
-    call draws the same seed. Whoever iterates once more before training puts that generator back.
+    ``iter`` draws a seed for data workers, and must draw it once. The loop begins with a dry run, before the limit is
+    known, that yields nothing, but draws all the same. The real iteration draws the same seed again, from a generator
+    as it was ``before_dry_run``. Whoever iterates once more before training puts that generator back.
     """
     settings: dict[str, Any] = {"batch_sampler": sampler, "drop_last": False, "in_order": True}
     if not shuffle:  # Lightning re-creates loaders whose sampler looks shuffled under ``overfit_batches``
@@ -159,19 +159,19 @@ def rebatch(
 
     def begin(self: Any) -> Iterator[Any]:
         users_generator = self.generator
-        if not sampler.enabled:
-            self.before_unplanned = torch.Generator()
-            self.before_unplanned.set_state((users_generator or torch.default_generator).get_state())
+        if not sampler.enabled:  # the dry run
+            self.before_dry_run = torch.Generator()
+            self.before_dry_run.set_state((users_generator or torch.default_generator).get_state())
             torch.empty((), dtype=torch.int64).random_(generator=users_generator)
             return iter(())
-        self.generator = self.before_unplanned or users_generator
-        self.before_unplanned = None
+        self.generator = self.before_dry_run or users_generator
+        self.before_dry_run = None
         try:
             return fill(kind.__iter__(self))
         finally:
             self.generator = users_generator
 
-    object.__setattr__(copied, "__class__", type(kind.__name__, (kind,), {"__iter__": begin, "before_unplanned": None}))
+    object.__setattr__(copied, "__class__", type(kind.__name__, (kind,), {"__iter__": begin, "before_dry_run": None}))
     return copied
 
 

@@ -11,7 +11,7 @@ from contextlib import closing, contextmanager
 from functools import cached_property, partial
 from itertools import chain, islice
 from math import gcd
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Subset
@@ -24,6 +24,7 @@ from lightning_ga.memory.oom import attempt, is_out_of_memory
 from lightning_ga.snapshot.random_numbers import generators_in, reseed
 from lightning_ga.snapshot.untouched import is_written_file, moved_by_reading, reached_from, untouched
 
+T = TypeVar("T")
 SAMPLES_AT_ONCE = 64
 FIRST_SECONDS = 0.2  # after which no further samples are read: no more than a small batch takes if reading is slow
 _IN_A_LIST = 3  # samples of the lists in ``reads_one_by_one``
@@ -76,20 +77,20 @@ class SampleReader:
             return []
         most = SAMPLES_AT_ONCE
         if self.reads_lists:
-            most -= sum(map(len, self._lists()))
+            most -= sum(map(len, self._lists()))  # which ``reads_one_by_one`` reads besides
         one, *others = islice(self.order(), most)
-        # The first of all reads may draw other random numbers, so it is not one of those that are compared.
+        # The first of all reads may draw other random numbers: so it is of another sample than those compared.
         other = others[0] if others else one
         with closing(self._read(chain([other, one], self._in_time([one, *others[1:]])))) as reads:
-            begun = list(islice(reads, 3))
-            if len(begun) < 3:
+            first_three = list(islice(reads, 3))
+            if len(first_three) < 3:
                 return []
-            sample_of_other, sample, sample_again = begun
+            sample_of_other, sample, sample_again = first_three
             if not self._trusted and not same_values(sample, sample_again):
                 return []
             if not others:
                 return [sample]
-            return [sample, sample_of_other, *reads]
+            return [sample, sample_of_other, *reads]  # as in ``order``
 
     def _in_time(self, indices: Iterable[Any]) -> Iterator[Any]:
         """Yield indices until reading takes too long, and note how long it takes.
@@ -114,10 +115,9 @@ class SampleReader:
             return
         lists = map(list, zip(indices))
         with uncounted(), self.fetched(lists, self._reseeding) as reads:  # samples lie on the host
-            while True:
-                samples = attempt(next, anything_but_out_of_memory, reads, None).result  # training meets errors, too
+            for samples in until_error(reads):
                 if not isinstance(samples, (list, tuple)) or len(samples) != 1:
-                    return  # at the end, or ``__getitems__`` returns a batch
+                    return  # ``__getitems__`` returns a batch
                 yield samples[0]
 
     def _moved_by_reading(self) -> list[Any]:
@@ -161,7 +161,7 @@ class SampleReader:
         if self._trusted or self.loader.num_workers or self.first or not self._are_by_index:
             return False
         moved = self._moved_by_reading()
-        if moved:  # files that are written to do not tell
+        if moved:  # an iterator or a queue gives one sample after another; a file that is written to may be a log
             return not all(map(is_written_file, moved))
         found = [list(self._read([index])) for index in islice(self.order(), 2)]  # each from the same state
         return len(found) == 2 and len(found[0]) > 0 and same_values(*found)
@@ -196,14 +196,23 @@ class SampleReader:
         if list(map(len, found)) != list(map(len, lists)):
             return False
         _, alone, among, last_alone, last_among = found
-        if _is_changed(alone[0], among[0]) or _is_changed(last_alone[0], last_among[0]):
-            return not self.first  # then a sample is not the same either when it is read again
-        return True
+        is_changed = _is_changed(alone[0], among[0]) or _is_changed(last_alone[0], last_among[0])
+        is_random = not self.first  # a sample that changes whenever it is read shows nothing of its list
+        return is_random or not is_changed
 
 
 def anything_but_out_of_memory(error: Exception) -> bool:
     """Return whether memory has not run out: user code may raise anything else."""
     return not is_out_of_memory(error)
+
+
+def until_error(reads: Iterator[T]) -> Iterator[T]:
+    """Yield what is read, up to the first error: training meets it, too, if it reads that sample."""
+    while True:
+        outcome = attempt(next, anything_but_out_of_memory, reads)
+        if outcome.failure is not None:  # at the end that is ``StopIteration``
+            return
+        yield outcome.result
 
 
 def _then_reseeded(dataset: Any, samples: Any) -> Any:

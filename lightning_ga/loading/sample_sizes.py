@@ -21,7 +21,7 @@ from lightning_ga.errors import UserError
 from lightning_ga.loading.known_samples import KnownSamples
 from lightning_ga.loading.largest import SAMPLES_KEPT
 from lightning_ga.loading.orders import Order
-from lightning_ga.loading.rebatch import has_own_collate
+from lightning_ga.loading.rebatch import has_own_collate, length_of
 from lightning_ga.loading.sample_reader import SAMPLES_AT_ONCE, SampleReader
 from lightning_ga.loading.sampler import listed
 from lightning_ga.loading.trial_batches import BatchCutter, CollatedTrials
@@ -130,9 +130,9 @@ class SampleSizes:
 class _Shared:
     """What the first samples have in common, by which all samples are measured.
 
-    A sample's size is the largest of its extents along the other axes. If the first samples have all in common, it is
-    the largest of these. The unit stays that of the limits: a later sample that is n times longer along a common axis
-    counts n times as much, and the axis stays a common one.
+    A sample's size is the largest of its extents along the other axes: that of spectra of shape (80, t) is t. If the
+    first samples have all in common, it is the largest of these: of (80, 100) it is 100. The unit stays that of the
+    limits: a later sample that is n times longer along a common axis counts n times as much, (160, 100) then as 200.
     """
 
     extents: dict[_Axis, int]
@@ -197,8 +197,9 @@ def _column(dataset: Any, size_of: SizeOf) -> SizeOf:
         return size_of
     of_hugging_face = size_of in (getattr(dataset, "column_names", None) or ())
     column: Any = dataset[size_of] if of_hugging_face else getattr(dataset, size_of, None)
-    if hasattr(column, "__getitem__") and len(column) == len(dataset):
-        return lambda _, place: column[place]
+    if hasattr(column, "__getitem__") and length_of(column) == len(dataset):
+        rows = getattr(column, "iloc", column)  # columns of data frames are indexed by label otherwise
+        return lambda _, place: rows[place]
     return size_of
 
 

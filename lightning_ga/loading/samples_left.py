@@ -25,7 +25,7 @@ class SamplesLeft:
         left = cutter.count_left(batch)
         if left is None and cutter.were_seen_dropped:
             self._warn(planned, "a number that cannot be counted")
-        elif left is not None and left > planned > 0:  # a stand-in, of which none are planned, has one
+        elif left is not None and left > planned > 0:  # a micro-batch that is planned with none runs one, weighed 0
             self._warn(planned, str(left))
             return None
         return left

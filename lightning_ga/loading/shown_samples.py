@@ -43,7 +43,9 @@ def _collate_and_show(collate: Callable[[Any], Any], file: Path, most: int, samp
     worker = get_worker_info()
     if (worker is None or worker.id == 0) and file.exists() and not file.stat().st_size:
         few = attempt(_pickled, lambda _: True, samples[:most]).result
-        file.write_bytes(few or pickle.dumps([]))
+        part = file.with_suffix(".part")
+        part.write_bytes(few or pickle.dumps([]))
+        part.replace(file)  # whoever looks sees all or nothing
     return collate(samples)
 
 

@@ -28,12 +28,14 @@ class StepSource:
         self.why = why  # the step cuts them
         self.recipe_factor = settings.recipe_factor
         self.world_size = settings.world_size
-        self._written_size = _written_batch_size(loader)  # samples of a rank's batch as the user wrote it
-        self.batch_size = self._written_size  # at most all samples; ``None`` until a batch is seen
+        # Samples of a rank's batch as the user wrote it, and as the loader makes it: at most all that there are.
+        self._written_size = _written_batch_size(loader)
+        self.batch_size = self._written_size  # ``None`` until a batch is seen
         length = length_of(loader.dataset) if self._written_size else None
         if self.batch_size is not None and length is not None:
             self.batch_size = min(self.batch_size, length) or None
-        self.units = self.batch_size  # into which a batch can be cut: samples of one loader; see ``BatchCutter.count``
+        # Into how many pieces a batch can be cut; of several loaders fewer than samples: see ``BatchCutter.count``.
+        self.units = self.batch_size
         self.first_may_be_smaller = self.batch_size is None  # than other batches
         self.samples = KnownSamples(loader)
         if collates(loader) and isinstance(loader.dataset, IterableDataset):

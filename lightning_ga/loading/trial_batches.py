@@ -42,8 +42,9 @@ class CutBatch:
 
 
 class BatchCutter:
-    """Counts and cuts the batches that ``combine`` makes of one batch of each loader.
+    """Counts and cuts the batches that ``combine`` makes of one batch of each loader, and ``transfer`` moves.
 
+    The latter is a ``compat.loaders.BatchTransfer``, which knows the module's own ``split_batch``, too.
     The layout is read once, from a few samples. While no samples are known, each batch is read by itself.
     """
 
@@ -99,13 +100,15 @@ class BatchCutter:
         return CutBatch(batch, parts, (middle, count - middle))
 
     def _layout(self, batch: Any) -> Layout | HookLayout:
-        hook = self._transfer.split_batch
         found = self._layout_or_reason
-        if isinstance(found, str) and hook is None:
-            raise LayoutError(found)
         if isinstance(found, (Layout, HookLayout)):
             return found
-        return read_ready_made(batch) if hook is None else HookLayout(hook)
+        hook = self._transfer.split_batch
+        if hook is not None:
+            return HookLayout(hook)
+        if found is not None:
+            raise LayoutError(found)
+        return read_ready_made(batch)
 
     @property
     def _layout_or_reason(self) -> Layout | HookLayout | str | None:
@@ -221,7 +224,8 @@ class CutTrials:
     @property
     def most(self) -> int:
         """Samples of the largest micro-batch; of a batch that has fewer than were planned for it, those that it has."""
-        return self._held if self._held < self._planned else self._most
+        lacks_samples = self._held < self._planned
+        return self._held if lacks_samples else self._most
 
     @property
     def empty(self) -> bool:
@@ -260,9 +264,11 @@ def unlike(samples: Sequence[Any], count: int, multiple: int = 1) -> list[Any]:
     largest = traits[-1][0][0]
     smaller = [each for each in traits if each[0][0] < largest]  # they come first
     chosen = _spread_over(traits, count)
-    half = (count + 1) // 2
-    if smaller and chosen[half - 1] not in smaller:
-        chosen[:half] = _spread_over(smaller[: ceil_div(len(smaller), 2)], half)
+    half = split_evenly(count, 2, multiple)[0]
+    first_half_has_longest = chosen[half - 1] not in smaller
+    if smaller and first_half_has_longest:
+        shorter = smaller[: ceil_div(len(smaller), 2)]  # the longer of them differ less from the longest
+        chosen[:half] = _spread_over(shorter, half)
     return [samples[place] for _, place in chosen]
 
 

@@ -90,3 +90,15 @@ def test_training_in_pieces_of_a_row_is_training_on_rows() -> None:
     assert module.passes > 3 * whole.passes - 1
     for ours, theirs in zip(module.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("kind", [int, torch.tensor])
+def test_the_longest_sequence_is_that_of_the_part(kind: Any) -> None:
+    """A number, or a tensor of no dimension; a part of no sequences has none."""
+    row = flattened(3, 2, 4)
+    batch = FlattenedBatch(row | {"max_length_q": kind(4)})
+    layout = read_ready_made(batch)
+    for start, stop, longest in ((0, 2, 3), (1, 3, 4), (2, 2, 0)):
+        part = layout.cut(batch, start, stop)["max_length_q"]
+        assert type(part) is type(batch["max_length_q"])
+        assert int(part) == longest

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils import _pytree
@@ -125,3 +126,34 @@ def test_what_torch_has_registered_is_opened() -> None:
     part = read_ready_made(pair).cut(pair, 2, 4)
     assert isinstance(part, Pair)
     assert (part.one.tolist(), part.other[0].tolist()) == ([2, 3], [2.0, 3.0])
+
+
+class Frame:
+    """Has a shape, rows and ``equals``, as a data frame has."""
+
+    def __init__(self, rows: list[int]) -> None:
+        self.rows, self.shape = rows, (len(rows),)
+
+    def __getitem__(self, place: Any) -> Any:
+        return self.rows[place]
+
+    def equals(self, other: "Frame") -> bool:
+        return self.rows == other.rows
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda number: np.array([torch.arange(5000) // (4000 - number), None], dtype=object),
+        lambda number: np.frombuffer(bytes([number, 2, 3]), dtype=np.uint8),
+        lambda number: np.array([np.nan, number]),
+        lambda number: np.array(["a", str(number)]),
+        lambda number: np.array([(number, 0.5)], dtype=[("count", "i4"), ("share", "f8")]),
+        lambda number: np.array(["NaT", f"2020-01-0{number}"], dtype="datetime64[D]"),
+        lambda number: Frame([number, 2]),
+    ],
+    ids=["objects", "read-only", "numbers", "text", "records", "dates", "frame"],
+)
+def test_arrays_are_compared_by_what_they_contain(make: Any) -> None:
+    assert same_values(make(1), make(1))
+    assert not same_values(make(1), make(2))

@@ -144,12 +144,14 @@ def test_samples_of_ready_made_batches_lie_on_the_first_axis() -> None:
     assert layout.samples(batch) == 8
     part = layout.cut(batch, 2, 5)
     assert (part["x"].shape, part["names"], part["scale"]) == ((3, 3), ["c", "d", "e"], 0.5)
-    for others in ({"w": torch.zeros(5)}, {"size": [224] * 8}, {"x": torch.zeros(3, 8), "y": torch.zeros(8)}):
+    for others in ({"w": torch.zeros(5)}, {"x": torch.zeros(3, 8), "y": torch.zeros(8)}):
         with pytest.raises(
             LayoutError, match=r"ready-made and its parts \(.*along their first axis: define split_batch"
         ):
             read_ready_made({**batch, **others})
-    with pytest.raises(LayoutError, match="none with a length"):
+    with pytest.raises(LayoutError, match="a list of numbers in it .* may belong to all samples or each: define split"):
+        read_ready_made({**batch, "size": [224] * 8})
+    with pytest.raises(LayoutError, match="ready-made, and no part of it has a length"):
         read_ready_made({"scale": 0.5})
 
 

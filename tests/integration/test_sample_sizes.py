@@ -22,7 +22,7 @@ from lightning_ga import AutoAccumulate, UserError, optimizer_steps
 from lightning_ga.counters import TargetTokens
 from lightning_ga.loading.orders import Sequential
 from lightning_ga.loading.rebatch import SourceSettings
-from lightning_ga.loading.sample_sizes import SampleSizes
+from lightning_ga.loading.sample_sizes import SampleSizes, _column
 from lightning_ga.loading.source import LoaderSource, read_source
 from lightning_ga.plan.batch_schedule import constant
 from lightning_ga.plan.size_cuts import SizeLimits
@@ -307,3 +307,27 @@ def test_an_axis_that_varies_late_or_is_missing_counts_for_all() -> None:
     data = [{"image": torch.zeros(3, 8)}] * 70 + [{"image": torch.zeros(3, 5), "text": torch.zeros(9)}]
     sizes = SampleSizes(DataLoader(data), "auto", Sequential(71), 0)
     assert (sizes.largest, len(sizes.by_size), sizes.by_size[0]) == (9, 71, 70)
+
+
+class Labelled:
+    """A column that is read by label, as one of a data frame that was shuffled, and by place with ``iloc``."""
+
+    def __init__(self, values: list[int]) -> None:
+        self.iloc = values
+
+    def __len__(self) -> int:
+        return len(self.iloc)
+
+    def __getitem__(self, label: int) -> int:
+        return self.iloc[-1 - label]
+
+
+def test_columns_of_data_frames_are_read_by_place() -> None:
+    """An attribute that has no length, or one of another thing, is no column."""
+    data: Any = Nameless()
+    data.column = Labelled([*range(10, 90, 10)])
+    data.number = torch.tensor(8)
+    size_of = _column(data, "column")
+    assert callable(size_of)
+    assert [size_of(data, place) for place in range(3)] == [10, 20, 30]
+    assert _column(data, "number") == "number"

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_ga.batch.layout import elements
 from lightning_ga.loading.known_samples import KnownSamples
@@ -63,3 +63,28 @@ def test_one_sample_may_be_the_whole_batch() -> None:
     samples = [torch.ones(1 + n) for n in range(100)]
     loader = DataLoader(samples, 4, collate_fn=lambda batch: batch[0])  # type: ignore[arg-type]
     assert Largest(KnownSamples(loader)).batch(4).shape == (100,)
+
+
+class FailsAt(Dataset[Any]):
+    """One sample cannot be read."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __len__(self) -> int:
+        return 500
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == self.number:
+            raise OSError("no such file")
+        return torch.ones(1 + index % 9)
+
+
+def test_a_sample_that_cannot_be_read_ends_the_look() -> None:
+    """Training meets the error, if it reads that sample."""
+    loader = DataLoader(FailsAt(77), 4, collate_fn=lambda batch: pad_sequence(batch, batch_first=True))
+    largest = Largest(KnownSamples(loader))
+    largest.look_further()
+    assert not largest.complete
+    assert 64 <= largest.seen < 500
+    assert largest.batch(4).shape == (4, 9)

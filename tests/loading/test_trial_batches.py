@@ -1,6 +1,7 @@
 """Batches for trials and measurements: of the heaviest samples, of unlike ones, and without a trace."""
 
 import random
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -193,3 +194,14 @@ def test_parts_of_few_samples_are_multiples(in_step: str) -> None:
     found = trials_of(DataLoader(rows, 16), in_step=in_step).batch_in_two_parts(12, lambda batch: batch, multiple=4)
     assert found is not None
     assert found.sizes == (4, 4)
+
+
+@pytest.mark.parametrize(("lengths", "multiple"), [((1, 2, 3, 9, 9, 9), 2), ((1, 1, 2, 2, *[9] * 8), 4)])
+def test_the_first_part_is_padded_less_whatever_the_multiple(lengths: tuple[int, ...], multiple: int) -> None:
+    rows = [torch.ones(length) for length in lengths]
+    loader = DataLoader(rows, 4, collate_fn=partial(pad_sequence, batch_first=True))  # type: ignore[arg-type]
+    telling = trials_of(loader).batch_in_two_parts(len(rows), lambda batch: batch, multiple=multiple)
+    assert telling is not None
+    first, second = telling.parts
+    assert len(first) % multiple == 0
+    assert first.shape[1] < second.shape[1] == 9
