@@ -78,8 +78,10 @@ def short_fit(trainer: Any, fit: Any, calls: "Calls", model: Any, *args: Any, **
         most = max(calls.most // 2, window)
         batches = trainer.num_training_batches
         if batches > most:
-            whole = 0 if math.isinf(batches) else batches  # a stream has whole windows
-            trainer.fit_loop.max_batches = most - (most - whole) % window
+            in_last_window = 0  # of a stream, whose windows are full
+            if not math.isinf(batches):
+                in_last_window = batches % window
+            trainer.fit_loop.max_batches = most - (most - in_last_window) % window
             if trainer.val_check_batch is not None:
                 trainer.val_check_batch = min(trainer.val_check_batch, trainer.fit_loop.max_batches)
 

@@ -71,7 +71,8 @@ def measure_batch_size(
     for name, value in {"tolerance": tolerance, "lr": lr}.items():
         if value is not None and not (isinstance(value, (int, float)) and value > 0):
             raise UserError(f"{name}={value!r} must be a number above 0.")
-    samples, epochs = _whole(require_count("samples", samples), 4 * batch, make()[1])
+    _, data = make()
+    samples, of_epoch = _rounded(require_count("samples", samples), 4 * batch, data)
     from lightning_ga.checkpoints import read_safely  # the library does without Hydra
 
     content = read_safely(Path(ckpt_path))
@@ -84,7 +85,9 @@ def measure_batch_size(
     sizes = batches_around(batch, samples)
     left = [(size, seed) for seed, size in product(range(seeds), sizes) if f"{size}/{seed}" not in losses]
     for number, (size, seed) in enumerate(left, 1):
-        end = {"max_epochs": epochs} if epochs else {"max_steps": samples // size}
+        end = {"max_steps": samples // size}
+        if samples >= of_epoch:
+            end = {"max_epochs": samples // of_epoch}
         loss = run.loss(size, seed, end)
         losses[f"{size}/{seed}"] = loss
         part = Path(folder) / "batch_size.part"
@@ -137,16 +140,18 @@ class _Branches:
             group["lr"] = rate * rate_ratio(self.scale_lr, size, self.batch)
 
 
-def _whole(samples: int, multiple: int, data: Any) -> tuple[int, int]:
-    """Return the samples that every batch can train on, and epochs: whole epochs, or whole windows of the first."""
+def _rounded(samples: int, multiple: int, data: Any) -> tuple[int, int]:
+    """Return samples in whole epochs, or within one epoch in whole multiples, and the samples of an epoch."""
     data.prepare_data()
     data.setup("fit")
-    total = len(data.train_dataloader().dataset)
-    if samples >= total:
-        return round(samples / total) * total, round(samples / total)
-    if multiple > total:
-        raise UserError(f"samples={samples} of {total} contain no window of {multiple} samples: give a smaller batch.")
-    return min(ceil_div(samples, multiple), total // multiple) * multiple, 0
+    of_epoch = len(data.train_dataloader().dataset)
+    if samples >= of_epoch:
+        return round(samples / of_epoch) * of_epoch, of_epoch
+    if multiple > of_epoch:
+        raise UserError(
+            f"samples={samples} of {of_epoch} contain no window of {multiple} samples: give a smaller batch."
+        )
+    return min(ceil_div(samples, multiple), of_epoch // multiple) * multiple, of_epoch
 
 
 def _setting(ckpt_path: Path, arguments: Mapping[str, Any]) -> Any:

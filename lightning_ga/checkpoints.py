@@ -8,6 +8,7 @@ import os
 import re
 import zipfile
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,10 @@ class AtomicCheckpointIO(TorchCheckpointIO, LegacyTorchCheckpointIO):
 
 
 def loads(value: Any) -> bool:
-    """Return whether a value that is saved loads with ``weights_only=True``: plain ones do, others are tried."""
+    """Return whether a value that is saved loads with ``weights_only=True``.
+
+    Plain ones do. Only others are tried, because ``torch.save`` turns Ctrl-C into an error, which is lost here.
+    """
     if type(value) is dict:
         return all(map(loads, (*value, *value.values())))
     if type(value) in (list, tuple):
@@ -108,35 +112,37 @@ def newest_checkpoint(folder: str | Path) -> Path | None:
         UserError: If there are checkpoints, and none of them is whole.
     """
     paths = sorted(Path(folder).rglob("*.ckpt"))
-    found = []
+    ages: dict[Path, tuple[int, int]] = {}  # in optimizer steps, then by the clock
     for path in paths:
         steps = resumable_steps(path)
         if steps is not None:
-            found.append((steps, path.stat().st_mtime_ns, path))
-    if paths and not found:
-        names = ", ".join(path.name for path in paths[:3])
+            ages[path] = (steps, path.stat().st_mtime_ns)
+    if paths and not ages:
+        names = ", ".join(map(attrgetter("name"), paths[:3]))
         raise UserError(
             f"No checkpoint in {str(folder)!r} ({names}) is the whole state of a training: resume from another one, or "
             "start in another folder."
         )
-    return max(found)[-1] if found else None
+    return max(ages, key=ages.__getitem__, default=None)
 
 
 def resumable_steps(path: Path) -> int | None:
-    """Return the optimizer steps of a whole checkpoint of a training, 0 if reading them would run code; else ``None``.
+    """Return the optimizer steps of a whole checkpoint of a training; ``None`` for any other file or folder.
 
-    A folder of shards is whole if nothing in it is newer than its record.
+    They are ``0`` if reading them would run code: such a checkpoint is whole, and counts as the oldest. A folder of
+    shards is whole if nothing in it is newer than its record.
     """
-    record = path / RECORD if path.is_dir() else path
-    if not record.is_file():
-        return None
-    if path.is_dir() and any(file.stat().st_mtime_ns > record.stat().st_mtime_ns for file in path.iterdir()):
-        return None
+    record = path
+    needed = {"loops", "optimizer_states"}  # weights alone have neither
+    if path.is_dir():
+        record = path / RECORD
+        needed = {"loops", "lr_schedulers"}  # the shards hold the optimizers' states
+        if not record.is_file() or any(file.stat().st_mtime_ns > record.stat().st_mtime_ns for file in path.iterdir()):
+            return None
     try:
         content = read_safely(record)
         steps = int(content["global_step"])
-        needed = "lr_schedulers" if path.is_dir() else "optimizer_states"  # which shards hold; not of weights alone
-        return steps if {"loops", needed} <= content.keys() else None
+        return steps if needed <= content.keys() else None
     except UserError:
         return 0 if is_whole_archive(record) else None
     except (LookupError, TypeError):  # a file of other things than a training's state

@@ -47,9 +47,14 @@ class ChunkSize:
 
     def sizes(self, entries: int) -> list[int]:
         """Return the sizes of the chunks of so many entries; the last has two if possible: BatchNorm refuses one."""
-        views = max(1, entries // (self.window or entries or 1))
+        if not entries:
+            return [0]
+        views = max(1, entries // (self.window or entries))
         most = min(entries, (self.samples or entries) * views)
-        sizes = [min(most, entries - start) for start in range(0, entries, most or 1)] or [0]
+        full, rest = divmod(entries, most)
+        sizes = [most] * full
+        if rest:
+            sizes.append(rest)
         if sizes[-1] == 1 and most > 2:
             sizes[-2:] = [most - 1, 2]
         return sizes
@@ -130,13 +135,15 @@ class Chunks:
         sizes = size.sizes(samples)
         if len(sizes) == 1 and size.samples >= (size.window or 0):  # a step may call a module several times
             return self._forward(*arguments, **named)
-        recomputed = len(sizes) - size.keep if torch.is_grad_enabled() else 0
+        runs: list[Callable[..., Any]] = [self._forward] * len(sizes)
+        if torch.is_grad_enabled():
+            recomputed = max(0, len(sizes) - size.keep)
+            runs[:recomputed] = [self._run_twice] * recomputed
         outputs = []
         start = 0
-        for number, of in enumerate(sizes):
-            chunk = self._cut(given, samples, start, start + of)
-            run = self._run_twice if number < recomputed else self._forward
-            outputs.append(run(*chunk[0], **chunk[1]))
+        for run, of in zip(runs, sizes):
+            some, some_named = self._cut(given, samples, start, start + of)
+            outputs.append(run(*some, **some_named))
             start += of
         return self._joined(outputs, sizes)
 
@@ -170,9 +177,9 @@ class Chunks:
         first = outputs[0]
         own = (*self.module.parameters(), *self.module.buffers())  # of no sample
         is_own = any(first is each for each in own)
-        if not is_own and all(
-            isinstance(each, Tensor) and _length(each, self._dim) == size for each, size in zip(outputs, sizes)
-        ):
+        are_tensors = all(isinstance(each, Tensor) for each in outputs)
+        lengths = [_length(each, self._dim) for each in outputs]
+        if are_tensors and lengths == [*sizes] and not is_own:
             try:
                 return torch.cat(list(outputs), self._dim)
             except RuntimeError as error:

@@ -76,6 +76,6 @@ def _promoted(value: Any) -> Any:
 
 
 def _double_of(dtype: torch.dtype) -> torch.dtype:
-    if dtype.is_complex:
-        return torch.complex128
-    return torch.float64 if dtype.is_floating_point else dtype
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.promote_types(dtype, torch.float64)
+    return dtype

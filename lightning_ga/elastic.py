@@ -31,7 +31,8 @@ __all__ = ["CheckpointEvery", "newest_checkpoint", "trainer_arguments"]
 
 KEPT = 2  # checkpoints of CheckpointEvery
 AHEAD = ".ahead"  # suffix of a checkpoint of a later step than the one that is written: training went back
-INTERVAL = re.compile(r"(\d+)(s|min|)")  # seconds or minutes; windows without a unit
+INTERVAL = re.compile(r"(\d+)(s|min|)")
+UNITS = {"": 1, "s": 1, "min": 60}  # windows without a unit, else seconds
 
 
 def trainer_arguments(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
@@ -90,7 +91,7 @@ class CheckpointEvery(Callback):
         match = INTERVAL.fullmatch(str(every))
         if match is None or int(match[1]) < 1:
             raise UserError(f"{every=} is neither a number of windows nor a time: write 20, '30s' or '5min'.")
-        self._every = int(match[1]) * (60 if match[2] == "min" else 1)
+        self._every = int(match[1]) * UNITS[match[2]]
         self._is_time = match[2] != ""
         self._folder = Path(dirpath)
         self._writer = BackgroundWriter()
@@ -138,10 +139,12 @@ class CheckpointEvery(Callback):
         if trainer.global_step == self._step:
             return
         self._step = trainer.global_step
-        is_time = self._is_time and time.monotonic() - self._saved_at >= self._every
-        is_step = not self._is_time and self._step // self._every > self._saved_step // self._every
+        if self._is_time:
+            is_due = any_rank(trainer, time.monotonic() - self._saved_at >= self._every)
+        else:
+            is_due = self._step // self._every > self._saved_step // self._every
         self._all_end = any_rank(trainer, self._ends)
-        self._is_due = self._is_due or is_step or any_rank(trainer, is_time) or self._all_end
+        self._is_due = self._is_due or is_due or self._all_end
         if self._is_due and not any(fit.data.windows.in_step for fit in fits_of(trainer)):
             self.save(trainer)
 
@@ -212,55 +215,41 @@ class BackgroundWriter(AtomicCheckpointIO):
         if writing is not None:
             writing.result()
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what other processes and copies get: no thread."""
-        return {"_left_out": self._left_out}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        BackgroundWriter.__init__(self)
-        self.__dict__.update(state)
-
-
-class HostPickler(pickle.Pickler):
-    """Pickles as ``torch.save`` does, but copies the storages of tensors to the host: each once, if they share it."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self.storages: dict[int, torch.UntypedStorage] = {}
-
-    def persistent_id(self, value: Any) -> tuple[int, torch.dtype] | None:
-        """Return what stands for a storage; all else is pickled."""
-        if not isinstance(value, TypedStorage):
-            return None
-        storage = value._untyped_storage
-        key = storage._cdata  # its address, which no other gets: the pickler keeps the tensor
-        if key not in self.storages:
-            host: torch.UntypedStorage = torch.UntypedStorage(storage.nbytes())  # type: ignore[no-untyped-call]
-            self.storages[key] = host.copy_(storage)
-        return key, value.dtype
-
-
-class HostUnpickler(pickle.Unpickler):
-    """Loads what ``HostPickler`` has pickled, with its copies of the storages."""
-
-    def __init__(self, file: io.BytesIO, storages: Mapping[int, torch.UntypedStorage]) -> None:
-        super().__init__(file)
-        self._storages = storages
-
-    def persistent_load(self, found: tuple[int, torch.dtype]) -> TypedStorage:
-        """Return the copy of a storage."""
-        key, dtype = found
-        storage = self._storages[key]
-        return TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
+    def __reduce__(self) -> Any:
+        """Return how other processes and copies make theirs: with a thread of its own."""
+        return BackgroundWriter, ()
 
 
 def host_copy(checkpoint: dict[str, Any]) -> Any:
-    """Return a copy that training does not change, in the host's memory: also of objects in the checkpoint."""
+    """Return a copy that training does not change, in the host's memory: also of objects in the checkpoint.
+
+    All is pickled as by ``torch.save``, but for the storages of tensors: each is copied once, if several share it.
+    """
+    copies: dict[
+        int, torch.UntypedStorage
+    ] = {}  # by address, which no other storage gets: the pickler keeps the tensor
+
+    def stand_in(value: Any) -> tuple[int, torch.dtype] | None:
+        if not isinstance(value, TypedStorage):
+            return None
+        storage = value._untyped_storage
+        if storage._cdata not in copies:
+            host: torch.UntypedStorage = torch.UntypedStorage(storage.nbytes())  # type: ignore[no-untyped-call]
+            copies[storage._cdata] = host.copy_(storage)
+        return storage._cdata, value.dtype
+
+    def copy_of(stands_in: tuple[int, torch.dtype]) -> TypedStorage:
+        address, dtype = stands_in
+        return TypedStorage(wrap_storage=copies[address], dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
+
     file = io.BytesIO()
-    pickler = HostPickler(file)
+    pickler: Any = pickle.Pickler(file, pickle.HIGHEST_PROTOCOL)
+    pickler.persistent_id = stand_in
     pickler.dump(checkpoint)
     file.seek(0)
-    return HostUnpickler(file, pickler.storages).load()
+    unpickler: Any = pickle.Unpickler(file)
+    unpickler.persistent_load = copy_of
+    return unpickler.load()
 
 
 def whole_name(part: Path) -> Path:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -91,11 +92,12 @@ class Recorder:
         """Keep the gradients that a step uses, and the weights they belong to."""
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         stepped = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
-        foreign = [each for each in stepped if id(each) not in names]
+        ids = {*map(id, stepped)}
+        foreign = ids - names.keys()
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             self.ranks = torch.distributed.get_world_size()
         total = self._read()
-        if len(foreign) == len(stepped) or not total:  # of another model, or before training
+        if foreign == ids or not total:  # of another model, or before training
             return
         if foreign:
             raise UserError(
@@ -105,7 +107,7 @@ class Recorder:
         self._total = total
         with DisableTorchFunction():
             gradients = {names[id(each)]: _gradient_of(each) for each in stepped}
-            modes = [each.training for each in self.model.modules()]
+            modes = [*map(attrgetter("training"), self.model.modules())]
             self._append(Seen(read, flat(self.model), modes, gradients, has_moved=False))
 
     def _append(self, seen: Seen) -> None:
@@ -116,8 +118,9 @@ class Recorder:
                 last.gradients.update(seen.gradients)  # two optimizers share a backward pass
                 return
             has_moved = not torch.equal(seen.weights, self._after)
+            changed_nothing = not any(map(torch.any, last.gradients.values()))
             is_put_back = torch.equal(seen.weights, last.weights)
-            if is_put_back and (has_moved or not any(each.any() for each in last.gradients.values())):
+            if is_put_back and (has_moved or changed_nothing):
                 self.steps.pop()  # a trial
             else:
                 seen = replace(seen, has_moved=has_moved)

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import compress, filterfalse
 from typing import Any
 
 import torch
@@ -51,6 +52,10 @@ class Reads:
     def __getitem__(self, place: int) -> Any:
         return self.batches[place % len(self.batches)]
 
+    def number(self, place: int) -> int:
+        """Return which micro-batch is read at a place, counted from 1."""
+        return place % len(self.batches) + 1
+
 
 def measured(recorder: Recorder, reads: Reads, factor: int | None) -> Audit:
     """Fit each step to the micro-batches since the step before."""
@@ -58,6 +63,7 @@ def measured(recorder: Recorder, reads: Reads, factor: int | None) -> Audit:
         raise UserError(NO_STEP)
     steps: list[AuditStep] = []
     dropped: list[int] = []
+    used = Counter[int]()  # how often each micro-batch has a weight
     start = 0
     previous: Tensor | None = None
     for seen in recorder.steps:
@@ -65,37 +71,41 @@ def measured(recorder: Recorder, reads: Reads, factor: int | None) -> Audit:
         start, step, lost = _one_step(columns, previous, start)
         steps.append(step)
         dropped += lost
+        used.update(compress(step.micro_batches, step.weights))
         previous = columns.gradient
     dropped += range(start, start + -start % len(reads.batches))  # to the end of the epoch
-    used = Counter(each for step in steps for each, weight in zip(step.micro_batches, step.weights) if weight)
     is_each_used = len(used) == len(reads.batches) and len(set(used.values())) == 1
     if is_each_used and not reads.is_exact and any(0.0 in step.weights for step in steps):
         raise UserError(ORDER)
     if factor is not None:
         factor *= recorder.ranks
-    numbers = [place % len(reads.batches) + 1 for place in dropped]
-    return judge(steps, factor=factor, dropped=[*dict.fromkeys(numbers)], ranks=recorder.ranks)
+    numbers = dict.fromkeys(map(reads.number, dropped))
+    return judge(steps, factor=factor, dropped=[*numbers], ranks=recorder.ranks)
 
 
 def _one_step(columns: "_Columns", previous: Tensor | None, start: int) -> tuple[int, AuditStep, list[int]]:
     """Return the place behind the micro-batches of a step, what they weigh, and those that no step used."""
     reads = columns.reads
-    many = len(reads.batches)
     stop = start + columns.seen.read
     found = _explained(columns, previous, range(start, stop))
-    used = [place for place, weight in found.weights.items() if weight]
+    weights = found.weights
+    used = [*filter(weights.get, weights)]
     if used and not reads.is_exact:  # later ones may not have been read
         stop = used[-1] + 1
-    read = [place for place in found.weights if place < stop]
-    epoch = max(read, default=0) // many * many  # its first place
-    lost = [place for place in read if place < epoch and not found.weights[place]]
-    places = [place for place in read if place not in lost]
+    read = [*weights][: stop - start]
+    epoch = max(read, default=0)
+    epoch -= epoch % len(reads.batches)  # the first place of the epoch in which the step is
+    before = range(start, epoch)
+    lost = [*filterfalse(weights.get, before)]
+    late = [*filter(weights.get, before)]  # from the epoch before, though this one has begun
+    places = late + read[len(before) :]
     sizes = [float(reads.size(reads[place])) for place in places]
-    own = [size * (place >= epoch) for place, size in zip(places, sizes)]  # of this epoch's
+    own = sizes[len(late) :]
+    total = sum(own) or 1.0
     step = AuditStep(
-        micro_batches=tuple(place % many + 1 for place in places),
-        weights=tuple(map(found.weights.__getitem__, places)),
-        wanted=tuple(size / (sum(own) or 1.0) for size in own),
+        micro_batches=tuple(map(reads.number, places)),
+        weights=tuple(map(weights.__getitem__, places)),
+        wanted=(0.0,) * len(late) + tuple(size / total for size in own),
         sizes=tuple(sizes),
         residual=found.residual,
         norm=float(columns.gradient.norm()),
@@ -131,7 +141,7 @@ def _explained(columns: "_Columns", previous: Tensor | None, read: range) -> _Fi
 
 def _fitted(columns: "_Columns", previous: Tensor | None, places: range) -> _Fitted:
     """Fit the weights of micro-batches, and that of the gradient of the step before if they do not explain all."""
-    known = [columns[place] for place in places]
+    known = [*map(columns.__getitem__, places)]
     weights, residual = fit_weights(known, columns.gradient)
     carried = 0.0
     if residual > EXPLAINED and previous is not None and len(previous) == len(columns.gradient):
@@ -142,7 +152,10 @@ def _fitted(columns: "_Columns", previous: Tensor | None, places: range) -> _Fit
                 weights = more
                 residual = rest
     least = NO_WEIGHT * max(map(abs, weights), default=0.0)
-    by_place = {place: weight if abs(weight) > least else 0.0 for place, weight in zip(places, weights)}
+    by_place = dict.fromkeys(places, 0.0)
+    for place, weight in zip(places, weights):
+        if abs(weight) > least:
+            by_place[place] = weight
     return _Fitted(by_place, residual, carried)
 
 
@@ -184,7 +197,7 @@ class _Columns:
         self.gradient = torch.cat([*seen.gradients.values()])
         self._known: dict[int, Tensor] = {}
         parameters = [real(each.data) for each in model.parameters()]
-        parts = torch.split(seen.weights, [each.numel() for each in parameters])
+        parts = torch.split(seen.weights, [*map(torch.numel, parameters)])
         for parameter, part in zip(parameters, parts):
             parameter.copy_(part.view_as(parameter))
         for module, mode in zip(model.modules(), seen.modes):
@@ -215,11 +228,10 @@ class _Columns:
 
     def _scaled_apart(self, mean: Tensor) -> str:
         """Name the parameters whose gradients are the wanted ones at another scale, if all others have one scale."""
-        sizes = [gradient.numel() for gradient in self.seen.gradients.values()]
+        gradients = self.seen.gradients
+        parts = torch.split(mean, [*map(torch.numel, gradients.values())])
         scales = {}
-        for name, part, gradient in zip(
-            self.seen.gradients, torch.split(mean, sizes), torch.split(self.gradient, sizes)
-        ):
+        for (name, gradient), part in zip(gradients.items(), parts):
             scale = float(part @ gradient) / max(float(part @ part), 1e-300)
             if float((scale * part - gradient).norm()) > EXPLAINED * float(self.gradient.norm()):
                 return ""

@@ -23,7 +23,7 @@ from omegaconf import DictConfig
 
 from lightning_ga.app.folders import FOLDER, done_before
 from lightning_ga.app.mistakes import explain
-from lightning_ga.app.other_tools import check_words, config_folder
+from lightning_ga.app.other_tools import check_words, config_folder, is_override
 from lightning_ga.app.own_process import run_apart
 from lightning_ga.app.settings import check_typed, read_settings, shown
 from lightning_ga.app.terminal import Interrupted, is_first_rank, report_error, silence, warn
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     show_traceback = TRACEBACK in arguments or os.environ.get(FULL_ERROR) == "1"
     try:
         check_words(arguments, options())
-        arguments = in_order([argument for argument in arguments if argument != TRACEBACK])
+        arguments = in_order([*filter(TRACEBACK.__ne__, arguments)])
         if str(Path.cwd()) not in sys.path:  # for the user's own package, as ``python -m`` does
             sys.path.insert(0, str(Path.cwd()))
         run_hydra(arguments, show_traceback)
@@ -170,7 +170,7 @@ def in_order(arguments: Sequence[str]) -> list[str]:
         elif option in groups and value.isdecimal():
             raise UserError(f"{word} names no option. There are: {', '.join(groups[option])}.")
         words.append(word)
-    return sorted(words, key=lambda word: not word.startswith("-") and ("=" in word or word.startswith("~")))
+    return sorted(words, key=is_override)
 
 
 def rank_overrides(arguments: Sequence[str], environment: Mapping[str, str]) -> list[str]:

@@ -213,6 +213,15 @@ def test_what_is_typed_wrongly_is_one_sentence(arguments: list[str], message: st
     assert "\n" not in str(told.value)
 
 
+def test_a_batch_of_no_samples_is_refused(tmp_path: Path) -> None:
+    """It is not taken for one that was left out, which is the run's."""
+    (tmp_path / "checkpoints").mkdir()
+    for name in ("checkpoints/last.ckpt", "config.yaml", "plan.json"):
+        (tmp_path / name).touch()
+    with pytest.raises(UserError, match="batch=0 must be at least 1"):
+        main([f"ckpt_path={tmp_path}", "batch=0"])
+
+
 def interrupted(*_: Any) -> float:
     """Ctrl-C in a fit, as Lightning passes it on."""
     raise SystemExit(1) from KeyboardInterrupt()

@@ -69,10 +69,11 @@ def check_call(key: str, keys: Mapping[Any, str], content: Mapping[Any, Any], *,
         if name.startswith("_") and name.endswith("_"):  # for Hydra
             continue
         if name in known:
-            annotation = known[name].annotation
-            is_true = failed or (is_library and value is not None) or is_typed(keys[name])
-            if is_true and type(value) is not type(known[name].default) and not fits(value, annotation):
-                takes = f"{target.__name__} takes {described(annotation)} as {name}"
+            parameter = known[name]
+            is_like_default = type(value) is type(parameter.default)
+            is_to_be_compared = failed or (is_library and value is not None) or is_typed(keys[name])
+            if is_to_be_compared and not is_like_default and not fits(value, parameter.annotation):
+                takes = f"{target.__name__} takes {described(parameter.annotation)} as {name}"
                 raise UserError(f"{keys[name]}={as_typed(value)} does not fit: {takes}.")
         elif is_closed or (failed and known):
             refuse_unknown(f"{key}.{name}={as_typed(value)}", target.__name__, name, known)

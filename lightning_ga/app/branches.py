@@ -41,8 +41,10 @@ def branch_from(typed: Sequence[str], measure: Callable[..., Any], *, descriptio
     if not (path.is_file() and (folder / CONFIG).is_file() and (folder / PLAN).is_file()):
         raise UserError(f"ckpt_path={path} is no checkpoint in the folder of a run with its config.yaml and plan.json.")
     cfg: Any = OmegaConf.merge(OmegaConf.load(folder / CONFIG), {"paths": {"output_dir": str(folder)}})
-    given["batch"] = given["batch"] or batch_of(cfg, folder)
-    given["samples"] = given["samples"] or 64 * require_count("batch", given["batch"])
+    if given["batch"] is None:
+        given["batch"] = batch_of(cfg, folder)
+    if given["samples"] is None:
+        given["samples"] = 64 * require_count("batch", given["batch"])
     for key, value in given.pop("trainer").items():
         given[key] = value or cfg.trainer.get(key)
 

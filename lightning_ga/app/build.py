@@ -135,16 +135,14 @@ def use_full_names(section: Any) -> None:
     """Let ``accumulate.normalize=TargetTokens`` and ``{_target_: linear, …}`` name what ``lightning_ga`` has."""
     for key, home in SHORT_NAMES.items():
         value = section.get(key)
-        node = value if OmegaConf.is_dict(value) else {}
-        name = node.get("_target_") or value
-        is_named = bool(node) or key == "normalize"  # a text for the batch is no name
-        if not isinstance(name, str) or name == "samples" or not is_named:
-            continue
-        path = full_name(f"accumulate.{key}", name, home)
-        if node or isclass(found_at(f"accumulate.{key}", path)):
-            section[key] = {**node, "_target_": path}
-        else:
-            section[key] = {"_target_": GET, "path": path}
+        if OmegaConf.is_dict(value) and isinstance(value.get("_target_"), str):
+            section[key] = {**value, "_target_": full_name(f"accumulate.{key}", value["_target_"], home)}
+        elif key == "normalize" and isinstance(value, str) and value != "samples":
+            path = full_name("accumulate.normalize", value, home)
+            if isclass(found_at("accumulate.normalize", path)):
+                section.normalize = {"_target_": path}
+            else:
+                section.normalize = {"_target_": GET, "path": path}
 
 
 def full_name(key: str, name: str, home: str) -> str:

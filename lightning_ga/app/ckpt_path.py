@@ -33,8 +33,9 @@ def latest_of(name: str, weights: Mapping[str, Tensor], roots: Sequence[Path], o
     """The newest ``NAME.ckpt``: of the run's own folder, else of all folders, if its weights fit."""
     folders = {*folders_of(own)}
     is_own = bool(folders)
-    for root in () if is_own else roots:
-        folders |= {path.parent for path in root.glob("**/checkpoints/*.ckpt")}
+    if not is_own:
+        for root in roots:
+            folders |= {path.parent for path in root.glob("**/checkpoints/*.ckpt")}
     files = [in_folder(folder, name) for folder in folders]
     for path in sorted(filter(Path.is_file, files), key=lambda path: path.stat().st_mtime, reverse=True):
         if is_own or fits(path, weights):

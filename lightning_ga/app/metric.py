@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torchmetrics import Metric
 
 from lightning_ga.app.other_tools import by_nearest
-from lightning_ga.app.settings import direction_of
+from lightning_ga.app.settings import BETTER, direction_of
 from lightning_ga.app.terminal import log, warn
 from lightning_ga.checkpoints import AtomicCheckpointIO, read_safely
 from lightning_ga.errors import UserError
@@ -22,7 +22,6 @@ from lightning_ga.errors import UserError
 PLACEHOLDER = "optimized_metric"  # what callbacks of a configuration monitor in place of a metric's name
 OF_TRAINING = "train"  # beginning of metrics that are known after an epoch only
 OF_LOADER = "/dataloader_idx_"  # what Lightning adds to the names of metrics of several loaders
-BETTER = {"max": "larger", "min": "smaller"}
 WORST = {"max": -torch.inf, "min": torch.inf}
 
 
@@ -72,33 +71,30 @@ class OptimizedMetric(Callback):
             self._choose(trainer, [*trainer.callback_metrics], "training")
 
     def _choose(self, trainer: Trainer, logged: Sequence[str], source: str) -> None:
-        """Find the direction, tell the callbacks and the user; pause the callbacks whose metric is not logged."""
+        """Find the direction, let callbacks watch, pause those whose metric is not logged, and tell the user."""
         self._resume(trainer)
         if self.name is not None and self.direction is None:
             self.direction = self._of_objects.get(self.name.partition(OF_LOADER)[0], direction_of(self.name))
         self._set_watchers(trainer)
         names = self._watched(trainer, source)
         missing = names - trainer.callback_metrics.keys()
+        listed = ", ".join(logged) or "nothing"
         if not trainer.sanity_checking:
             self._pause(trainer, missing)
-        elif not logged:
+        elif not logged:  # the first validation shows what there is
             return
-        elif self.name in missing:  # nothing is lost yet
-            self._refuse(logged)
+        elif self.name in missing:  # refused here, because nothing is lost yet
+            nearest = by_nearest(str(self.name), logged, "optimized_metric={}", cutoff=0.0)
+            raise UserError(
+                f"optimized_metric={self.name} is not logged by validation, which logs {listed}: write {nearest}, or "
+                "trainer.num_sanity_val_steps=0 if it begins in a later epoch."
+            )
         if trainer.is_global_zero:
-            listed = ", ".join(logged) or "nothing"
             if self.name in names - missing - self._reported:
-                log.info(f"Optimized metric: {self.name} ({BETTER[str(self.direction)]} is better)")
+                log.info(f"Optimized metric: {self.name} ({BETTER[str(self.direction)]})")
             for name in sorted(missing - self._reported):
                 warn(f"{name} is not logged by {source}, which logs {listed}: so far no checkpoint is the best by it.")
         self._reported |= names & {self.name, *missing}
-
-    def _refuse(self, logged: Sequence[str]) -> None:
-        nearest = by_nearest(str(self.name), logged, "optimized_metric={}", cutoff=0.0)
-        raise UserError(
-            f"optimized_metric={self.name} is not logged by validation, which logs {', '.join(logged)}: write "
-            f"{nearest}, or trainer.num_sanity_val_steps=0 if it begins in a later epoch."
-        )
 
     def _watched(self, trainer: Trainer, source: str) -> set[str]:
         """The metrics that are watched and known by now: after an epoch all of them if there is no validation."""

@@ -82,15 +82,20 @@ def of_partial(name: str, arguments: str, overrides: Sequence[str]) -> str:
 
 
 def other_training(error: BaseException) -> str:
-    """What a checkpoint is of that cannot be loaded: another model, optimizer or schedule; empty for other errors."""
-    weights = re.search(r"Error\(s\) in loading state_dict for (\w+):\s*(.*)", str(error))
-    if weights:
-        return f"another model than this {weights[1]} ({shorten(weights[2], 150)})"
-    is_of_optimizer = re.search(r"loaded state dict (contains|has) ", str(error)) is not None
-    for frame in traceback.extract_tb(error.__traceback__)[-1:]:
-        if isinstance(error, KeyError) and "torch/optim" in Path(frame.filename).as_posix():
-            is_of_optimizer = True
-    return "another optimizer or schedule" if is_of_optimizer else ""
+    """What a checkpoint is of that cannot be loaded, by where PyTorch raised the error; empty for other errors."""
+    frames = [*traceback.walk_tb(error.__traceback__)]
+    if not frames:
+        return ""
+    innermost, _ = frames[-1]
+    file = Path(innermost.f_code.co_filename)
+    is_loading = innermost.f_code.co_name == "load_state_dict"
+    if is_loading and file.match("torch/nn/modules/module.py"):
+        model = type(innermost.f_locals["self"]).__name__
+        _, _, problems = str(error).partition(":")
+        return f"another model than this {model} ({shorten(problems.strip().splitlines()[0], 150)})"
+    if file.match("torch/optim/*.py") and (is_loading or isinstance(error, KeyError)):
+        return "another optimizer or schedule"
+    return ""
 
 
 def of_values(text: str, overrides: Sequence[str]) -> str:

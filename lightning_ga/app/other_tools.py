@@ -41,6 +41,11 @@ def config_folder() -> Path:
     return package.parent / "conf"
 
 
+def is_override(word: str) -> bool:
+    """Whether a word of a command line is one of Hydra's overrides, and no option or value of an option."""
+    return not word.startswith("-") and ("=" in word or word.startswith("~"))
+
+
 def in_our_words(typed: str, value: str, groups: Groups) -> str | None:
     """Return what to type here for a key or option of another program; ``None`` for names that are not known."""
     name = typed.lstrip("-").rstrip("+").replace("-", "_").replace(".init_args", "")

@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import filterfalse
 from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
+from lightning_ga.app.other_tools import is_override
 from lightning_ga.app.run_files import RESULT, read_json
 from lightning_ga.app.terminal import Interrupted
 from lightning_ga.errors import UserError
@@ -40,13 +42,9 @@ def run_apart(folder: Path, arguments: Sequence[str]) -> Mapping[str, Any]:
 def words_of_job(folder: Path, arguments: Sequence[str]) -> list[str]:
     """The command line of this job alone: its overrides, in its folder, which the sweep has looked at."""
     own: Any = HydraConfig.get()
-    words = []
-    for word in arguments:
-        is_override = not word.startswith("-") and ("=" in word or word.startswith("~"))
-        if not is_override and word not in ("-m", "--multirun"):
-            words.append(word)
+    options = filterfalse(is_override, arguments)
     task: Any = OmegaConf.to_container(own.overrides.task, resolve=False)
-    words += task
+    words = [*filterfalse(("-m", "--multirun").__contains__, options), *task]
     quoted = str(folder).replace("\\", "\\\\").replace('"', '\\"')
     words += [f'hydra.run.dir="{quoted}"', f"hydra.job.num={own.job.num}"]
     if "own_folder" in own.callbacks:

@@ -9,6 +9,7 @@ from jinja2 import Environment, PackageLoader
 
 from lightning_ga.app.plots import as_svg, confusion_figure, curves_figure, measure_of, probe_figure
 from lightning_ga.app.run_files import RunFiles
+from lightning_ga.app.settings import BETTER
 from lightning_ga.app.terminal import number
 from lightning_ga.plan import exactness_verdicts
 from lightning_ga.plan.records import probe_or_none
@@ -16,18 +17,22 @@ from lightning_ga.plan.units import counted
 
 PAGE = "report.html"
 TEMPLATES = Environment(loader=PackageLoader("lightning_ga.app"), autoescape=True, trim_blocks=True)
-BETTER = {"max": "larger is better", "min": "smaller is better"}
 TEMPLATES.globals.update(better=BETTER, number=number, counted=counted)
 FOLDERS = ("output_dir", "default_root_dir", "dirpath", "save_dir")  # ends of keys: every run has its own
 NO_METRICS = ("seconds", "oom_events", "optimized_metric", "optimized_direction")  # keys of result.json
 
 
 def run_page(run: RunFiles) -> str:
-    """The page of one run; its template names the functions below."""
-    parts: dict[str, Any] = {}
-    for function in (warning, facts, optimized_metric, curves, memory, confusion):
-        parts[function.__name__] = function(run)
-    return TEMPLATES.get_template("run.html").render(parts, run=run)
+    """The page of one run."""
+    return TEMPLATES.get_template("run.html").render(
+        run=run,
+        warning=warning(run),
+        facts=facts(run),
+        optimized_metric=optimized_metric(run),
+        curves=curves(run),
+        memory=memory(run),
+        confusion=confusion(run),
+    )
 
 
 def comparison_page(runs: Sequence[RunFiles]) -> str:

@@ -43,7 +43,8 @@ class EpochLine(Callback):
         self._epoch_began = 0.0
         self._line_at = math.inf
         self._validation_began = 0.0
-        self._validation_seconds = 0.0  # of the epoch; 0 before its first validation
+        self._validation_seconds = 0.0  # of the epoch
+        self._has_validated = False  # in the epoch
         self._first_step = 0  # optimizer steps, of this process
         self._last_step: int | None = None  # None: Lightning does not know the end
         self._done_before = 0  # samples, or optimizer steps, before the epoch
@@ -61,7 +62,8 @@ class EpochLine(Callback):
         """Note the time, and what was done before."""
         self._epoch_began = time.perf_counter()
         self._validation_seconds = 0.0
-        self._done_before = done(trainer)[0]
+        self._has_validated = False
+        self._done_before, _ = done(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -81,6 +83,7 @@ class EpochLine(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note how long it took; its values are of this epoch from now on."""
         self._validation_seconds += time.perf_counter() - self._validation_began
+        self._has_validated = True
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the epoch; all ranks ask a model for its ``epoch_means``, which it logs only after this."""
@@ -92,7 +95,7 @@ class EpochLine(Callback):
             return
         metrics = {}
         for name, value in known.items():
-            if self._validation_seconds or not name.startswith("val"):
+            if self._has_validated or not name.startswith("val"):  # values of the epoch before are still there
                 metrics[name] = float(value)
         seconds = time.perf_counter() - self._epoch_began
         line = epoch_line(trainer.current_epoch + 1, trainer.max_epochs, metrics, seconds)

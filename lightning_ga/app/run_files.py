@@ -92,7 +92,7 @@ def read_sweep(folder: Path) -> Sweep | None:
     if not (folder / SWEEP).is_file():
         return None
     jobs = []
-    metric = "metric"
+    metric = "metric"  # by its name in the last result, and so the direction
     direction = "min"
     for path in sorted(folder.glob("**/.hydra/overrides.yaml")):
         settings = {}

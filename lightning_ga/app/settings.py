@@ -19,6 +19,7 @@ Config = dict[str, Any]
 Task = Enum("Task", ["fit", "validate", "test", "predict", "export"])
 Progress = Enum("Progress", ["auto", "bar", "plain", "none"])
 Direction = Enum("Direction", ["min", "max"])
+BETTER = {"max": "larger is better", "min": "smaller is better"}  # by direction
 LARGER_IS_BETTER = re.compile(  # words of metrics, without their digits: f is that of f1, r that of r2
     "acc|accuracy|top|auroc|auc|auprc|ap|map|ar|mar|f|fbeta|precision|recall|sensitivity|specificity|m?iou|giou|jaccard|"
     "dice|kappa|mcc|matthews|r|psnr|ssim|snr|sdr|bleu|rouge|meteor|chrf|pearson|spearman|kendall|ndcg|mrr|pq|score|reward"

@@ -261,7 +261,8 @@ def summarize(run: BuiltRun, metrics: Metrics, result: dict[str, Any], seconds: 
             texts.append(f"{name} {number(value)}")
         if not math.isfinite(value):
             broken.append(name)
-    log.info(f"\nResult after {seconds:.0f} s: {', '.join(texts) or run.settings.task.name + ' done'}")
+    listed = ", ".join(texts) or f"{run.settings.task.name} done"
+    log.info(f"\nResult after {seconds:.0f} s: {listed}")
     if broken:
         warn(f"{', '.join(broken)} is not finite: training has diverged, or the metric has nothing to measure.")
     survived = getattr(find_accumulate(run.trainer), "oom_events", 0)

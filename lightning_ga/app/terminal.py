@@ -25,10 +25,10 @@ class Console(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Print one; if nobody can read it (a closed pipe, a full disk), the run continues."""
         stream: Any = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
-        text = record.getMessage().rstrip("\n")
         encoding = getattr(stream, "encoding", None) or "utf-8"
+        text = record.getMessage().rstrip("\n").encode(encoding, "replace").decode(encoding)
         try:
-            print(text.encode(encoding, "replace").decode(encoding), file=stream, flush=True)
+            print(text, file=stream, flush=True)
         except OSError:
             silence(stream)
 

@@ -79,10 +79,8 @@ class ImageFolder(ImageData):
         broken = [problem for problem in problems if problem]
         count = f"{len(broken):,} of {len(pictures):,} pictures cannot be read"
         if broken and not self.skip_broken:
-            listed = broken[:MOST_LISTED]
-            if len(broken) > MOST_LISTED:
-                listed.append("…")
-            raise UserError(f"{count}: {'; '.join(listed)}. Remove them, or leave them out: data.skip_broken=true.")
+            listed = "; ".join(broken[:MOST_LISTED])
+            raise UserError(f"{count}: {listed}. Remove them, or leave them out: data.skip_broken=true.")
         if broken:
             print(f"Warning: {count} and are left out, such as {printable(broken[0])}.", file=sys.stderr)
         return [picture for picture, problem in zip(pictures, problems) if not problem]

@@ -18,7 +18,8 @@ Batch = tuple[Tensor, Tensor]
 LEVELS = 4  # of grey
 PATCH = 3  # pixels of a hashed patch along each side
 STRIDE = 2  # pixels from one patch to the next
-SPREAD = 2_654_435_761, 40_503  # odd numbers without a factor in common with usual sizes of tables
+SPREAD_LOOKS = 2_654_435_761  # odd numbers without a factor in common with usual sizes of tables
+SPREAD_PLACES = 40_503
 
 
 class Classifier(ReferenceModule):
@@ -134,7 +135,7 @@ class HashedPatches(nn.Module):
         digits = LEVELS ** torch.arange(PATCH**2, device=images.device)
         looks = (patches * digits[:, None]).sum(dim=1)
         places = torch.arange(looks.shape[1], device=images.device)
-        return (looks * SPREAD[0] + places * SPREAD[1]) % self.rows
+        return (looks * SPREAD_LOOKS + places * SPREAD_PLACES) % self.rows
 
 
 class HashedPatchClassifier(Classifier):

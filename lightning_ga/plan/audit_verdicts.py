@@ -184,7 +184,7 @@ def _with_clipping(steps: list[AuditStep]) -> list[AuditStep]:
     scaled up was clipped, too, but was a sum.
     """
     norms = [step.norm for step in steps if step.verdict == "scaled"]
-    has_others = len(norms) > 1 or any(step.is_right for step in steps)
+    has_others = len(norms) > 1 or any(map(attrgetter("is_right"), steps))
     largest = max(map(attrgetter("norm"), steps), default=0.0)
     if not norms or not has_others or not isclose(min(norms), largest, rel_tol=SAME_NORM):
         return steps

@@ -35,8 +35,13 @@ CHOICES: Mapping[str, tuple[Any, ...]] = {
 
 _APART: Mapping[str, tuple[str, ...]] = {
     "size_of": (
-        *("whole", "shares", "objective", "accumulate", "micro_batching"),
-        *("micro_batch_multiple", "effective_batch_size"),
+        "whole",
+        "shares",
+        "objective",
+        "accumulate",
+        "micro_batching",
+        "micro_batch_multiple",
+        "effective_batch_size",
     ),
     "whole": ("shares", "objective", "accumulate", "micro_batch_multiple"),  # a window is one batch
     "shares": ("objective", "accumulate", "micro_batching", "effective_batch_size"),

@@ -106,9 +106,6 @@ class CriticalBatch:
                 return point
         return None
 
-    def _may_be_either(self, point: BatchPoint) -> bool:
-        return abs(point.loss - self.bound) < 2 * point.error
-
     def sentence(self) -> str:
         """Say what the largest batch is, and what accumulating more costs."""
         best = self.lowest
@@ -121,7 +118,10 @@ class CriticalBatch:
         elif beyond is not None:
             error = sqrt(beyond.error**2 + best.error**2)
             text += f"; {beyond.batch} costs {beyond.loss - best.loss:.3g} ± {error:.2g} of loss on the same samples"
-        unsure = [str(point.batch) for point in self.points if point != best and self._may_be_either(point)]
+        unsure = []
+        for point in self.points:
+            if point != best and abs(point.loss - self.bound) < 2 * point.error:
+                unsure.append(str(point.batch))
         if unsure:
             text += f". Seeds leave open on which side of it {' and '.join(unsure)} lies"
         return f"{text}."

@@ -66,7 +66,7 @@ class TargetTokens:
     def __call__(self, batch: Any) -> int:
         """Return the number of targets that are not ignored."""
         targets = _pick(batch, self.key)
-        return int((targets[..., 1:] if self.shift else targets).ne(self.ignore_index).sum())
+        return int(targets[..., int(self.shift) :].ne(self.ignore_index).sum())
 
 
 @dataclass(frozen=True)

@@ -73,12 +73,17 @@ class KnownWindow(WindowWeights):
         """
         self.is_summed = is_summed
         self._begin(count, first=first)
-        if count and planned == window and self.world_size == 1:  # one micro-batch is its own mean, to the bit
-            window = count
-            planned = count
-        self.weight = factor * self.world_size * count / window
+        is_whole_window = planned == window and self.world_size == 1
+        if count and is_whole_window:  # it is its own mean, to the bit, of the samples that are left
+            self.window = count
+            self.seen = count
+            self.weight = float(factor)
+            return
+        if first:
+            self.seen = 0.0
         self.window = window
-        self.seen = planned if first else self.seen + planned
+        self.seen += planned
+        self.weight = factor * self.world_size * count / window
 
     def close(self) -> float:
         """Return a scale above one if micro-batches were skipped or samples dropped.

@@ -6,7 +6,7 @@ micro-batch: whatever changes the micro-batch leaves window k with the same samp
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from lightning_ga.plan.accumulation import (
     ceil_div,
@@ -137,7 +137,10 @@ class EpochPlan:
 
     def window(self, index: int, rank: int = 0) -> Window:
         """Return one window as one rank runs it."""
-        return _window(self, index, rank)
+        start, samples = self.windows.span(index)
+        shares = self.shares(samples)
+        sizes = split_share(shares[rank], self.factor_of(index), self._multiple)
+        return Window(index, start, samples, sizes, sum(shares[:rank]))
 
     def places(self, window: Window, index_in_window: int) -> Sequence[int]:
         """Return the places, in the epoch's order, of one micro-batch; of a stand-in, that of the last sample."""
@@ -168,11 +171,3 @@ class EpochPlan:
     @property
     def _multiple(self) -> int:
         return usable_multiple(self.multiple, self.micro_batch)
-
-
-@lru_cache(maxsize=8)  # windows: the sampler asks for each, and so does the loop when it gets there
-def _window(plan: EpochPlan, index: int, rank: int) -> Window:
-    start, samples = plan.windows.span(index)
-    shares = plan.shares(samples)
-    sizes = split_share(shares[rank], plan.factor_of(index), plan._multiple)
-    return Window(index, start, samples, sizes, sum(shares[:rank]))
