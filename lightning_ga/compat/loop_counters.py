@@ -191,6 +191,11 @@ class LoopPlace(LoopReader):
         return bool(self._loop.restarting)
 
     @property
+    def keeps_iterator(self) -> bool:
+        """Whether the epoch reads on in the iterator of the set-up (``training_epoch_loop.py``, ``on_run_start``)."""
+        return self.restarts or getattr(self._fit_loop, "is_resuming", False)  # Lightning 2.5 has no such property
+
+    @property
     def loop_batches_done(self) -> int:
         """Micro-batches that a restored loop has trained on in its epoch; none if that is over."""
         epochs = self._fit_loop.epoch_progress.current

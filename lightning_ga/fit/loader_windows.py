@@ -56,7 +56,8 @@ class LoaderWindows(CutWindows):
         is_within_epoch = 0 < position.samples_done < self._source.epoch(position.epoch).samples
         if progress.restored is not None and progress.restored.position == position and is_within_epoch:
             self._source.restore_order(progress.restored.order, position.epoch)
-        self.planner.plan_epoch(self._place.epoch, enabled=self._parts.limit.is_known)
+        will_iterate = not self._reads or not self._place.keeps_iterator
+        self.planner.plan_epoch(self._place.epoch, enabled=self._parts.limit.is_known and will_iterate)
 
     @property
     def _source(self) -> LoaderSource:
@@ -72,7 +73,6 @@ class LoaderWindows(CutWindows):
         """
         with loaders.unsharded(self._trainer), self._source.in_recipe_batches(self._place.epoch):
             yield
-        self._iterates_for = ()  # the loop's iterator was made for as many batches as the recipe has
         loaders.show_loaders(self._trainer, loader)
         self._place.size_epoch(len(self._source.loader))
 
@@ -145,6 +145,8 @@ class LoaderWindows(CutWindows):
             self._use_recipe_as_clock()
         self._place.begin_epoch()
         self._size_loop()
+        if self._reads and self._place.keeps_iterator:  # that of data that are loaded again has the recipe's length
+            self._iterate()
 
     def _size_loop(self) -> None:
         """Let the loop expect as many micro-batches as are planned; if they are the recipe's, leave its own number."""
