@@ -32,8 +32,8 @@ def intercepted_closures(trainer: Any, wrap: Callable[..., Callable[..., Any]], 
     def make_ours(kwargs: Any, optimizer: Any, _: int) -> Any:
         """Return Lightning's own closure, so that Lightning notices if it is never called; calling it runs ours.
 
-        Lightning zeroes if the factor divides the batch's index. Windows may begin elsewhere, so it decides by the index
-        in the window; the hook that zeroes gets the batch's.
+        Lightning zeroes if the factor divides the batch's index. Windows may begin elsewhere, so it gets the index in
+        the window; the hook that zeroes gets the batch's.
         """
         given = (kwargs, optimizer, place.index_in_window)
         lightning_closure = make(*given)

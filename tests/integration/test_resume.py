@@ -50,6 +50,8 @@ RUNS: list[tuple[str, dict[str, Any]]] = [
     ("on_validation_end", {"val_check_interval": 2}),
     ("on_validation_end", OVER_EPOCHS),
     ("on_train_epoch_end", {"max_steps": 8}),
+    ("on_train_epoch_end", {"reload_dataloaders_every_n_epochs": 1}),
+    ("on_train_batch_end", {"reload_dataloaders_every_n_epochs": 1}),
 ]
 
 

@@ -213,3 +213,41 @@ def test_a_batch_that_cannot_be_moved_before_the_step_cuts_it_is_named() -> None
     with pytest.raises(torch.OutOfMemoryError) as caught:
         fit(DataLoader(Samples(32), batch_size=8), callback, module=MovesInVain(), max_epochs=1)
     assert any("as a batch of 8 samples was moved" in note for note in caught.value.__notes__)
+
+
+class Zeroes(Regression):
+    """Zeroes gradients in its own way, and notes for which batches it is asked to."""
+
+    def __init__(self, kept: float) -> None:
+        super().__init__()
+        self.kept = kept
+        self.asked: list[int] = []
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
+        self.asked.append(batch_idx)
+        for parameter in self.net.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(self.kept)
+
+
+@pytest.mark.parametrize("mode", ["loader", "step"])
+def test_gradients_that_a_module_does_not_zero_are_not_lost_in_silence(mode: str) -> None:
+    """They would be those of the attempt that failed. A hook that zeroes is asked again."""
+    whole, _ = train_with_faults(mode=mode, module=Zeroes(0.0))
+    again, callback = train_with_faults(70, mode=mode, module=Zeroes(0.0))
+    assert callback.oom_events == 1
+    assert worst_error(again.gradients, whole.gradients) <= 1e-12
+    with pytest.raises(UserError, match="had changed gradients of earlier windows, which Zeroes does not zero"):
+        train_with_faults(70, mode=mode, module=Zeroes(0.9))
+
+
+@pytest.mark.parametrize("mode", ["loader", "step"])
+def test_a_hook_that_zeroes_gets_the_index_of_the_batch(mode: Any) -> None:
+    """Whatever the index in the window is."""
+    modules = []
+    for callbacks in ([], [AutoAccumulate(micro_batch_size=8, micro_batching=mode)]):
+        loader = DataLoader(Samples(48), batch_size=8)
+        modules.append(fit(loader, *callbacks, module=Zeroes(0.0), accumulate_grad_batches=2, max_epochs=1)[0])
+    stock, ours = modules
+    assert ours.asked == stock.asked == [0, 2, 4]
+    assert worst_error(ours.gradients, stock.gradients) <= 1e-12
