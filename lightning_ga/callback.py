@@ -166,7 +166,7 @@ class AutoAccumulate(Callback):
         def is_installed() -> bool:
             return self in trainer.callbacks
 
-        self._fit = None  # if no other can be made now, the last one's plan is not its plan
+        self._fit = None  # if making this one fails, ``plan`` must not show that of the fit before
         self._fit = Fit(trainer, self._request, self._options, reporter, is_installed)
         self._running_fit = self._fit
         # First, so that other callbacks see its gradients.

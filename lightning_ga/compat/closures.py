@@ -47,7 +47,7 @@ def intercepted_closures(trainer: Any, wrap: Callable[..., Callable[..., Any]], 
         yield
 
 
-def leaves_gradients(trainer: Any, batch_idx: int) -> bool:
+def zero_gradients(trainer: Any, batch_idx: int) -> bool:
     """Zero the gradients as Lightning does for a batch; return whether a hook of the module's own leaves any."""
     module = trainer.lightning_module
     if type(module).optimizer_zero_grad is LightningModule.optimizer_zero_grad:

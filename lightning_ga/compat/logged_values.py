@@ -92,7 +92,10 @@ class StepValues:
 
     @property
     def _merges(self) -> bool:
-        """Whether values of the running window are merged; of one pass, so that a rank exchanges none of them twice."""
+        """Whether values of the running window are merged.
+
+        On several ranks, those of a single pass are, too: a rank that repeats it must not exchange them again.
+        """
         runs_on_ranks = self._trainer.world_size > 1 and not self._place.skips_backward
         return self._has_several_passes or runs_on_ranks
 
@@ -263,8 +266,9 @@ def mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 def _are_counts(sizes: Sequence[Any], samples: Sequence[int]) -> bool:
     """Return whether each ``batch_size`` seems to be counted in its pass, and not to be a constant as the loader's.
 
-    Sizes of passes that differ are counted, and so are those that equal the samples. If sizes are equal and samples are
-    not, or are the samples of all passes, they are a constant. Else they may count tokens, as many in each sample.
+    - Sizes that differ from pass to pass, or that equal the passes' samples, are counted.
+    - One size for passes of unlike samples is a constant, and so is one that equals the samples of all passes.
+    - Another size for passes of equal samples may count tokens, as many in each sample.
     """
     if len({*sizes}) > 1 or [*sizes] == [*samples]:
         return True

@@ -121,8 +121,8 @@ class LoopPlace(LoopReader):
     def relocate(self, factor: int, *, at: int, end: int | None) -> None:
         """Let the loop continue ``at`` a micro-batch, as windows of another factor count; the epoch ends after ``end``.
 
-        Totals over all epochs are corrected by the same amount. Windows are counted from where they were: from zero if
-        the loader cuts; else ``count_windows_from_here`` follows.
+        Totals over all epochs are corrected by the same amount. Windows are counted from the same micro-batch as
+        before: from the epoch's first if the loader cuts; if the step does, ``count_windows_from_here`` follows.
         """
         self.set_factor(factor)
         self.window_start = at

@@ -151,7 +151,7 @@ class Exchange:
         if was_sending and self._noting.buckets_agreed:
             self._has_lost_order = True
         lacks_order = self._is_noted and (self._has_lost_order or not self._is_ordered)
-        if module.find_unused_parameters or lacks_order:  # it forgets what was used under ``no_sync``, too
+        if module.find_unused_parameters or lacks_order:  # a reset also forgets what was used under ``no_sync``
             module.reducer._reset_state()
         return None
 

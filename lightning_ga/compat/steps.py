@@ -32,11 +32,12 @@ class PassPlace:
     ends: bool = True  # whether it ends one, so that ``on_train_batch_end`` runs
 
 
-# What a probe runs: a pass that is over with its backward pass, and so leaves its batch open; or a batch of its own,
-# with the optimizer's step, that adds to gradients (``LAST``) or zeroes them (``WHOLE``).
 FIRST_OF_WINDOW = PassPlace(ends=False)
+"""What a probe runs: a pass that zeroes gradients and is over with its backward pass, before the batch's end."""
 LAST_OF_WINDOW = PassPlace(index=1, steps=True)
+"""A batch that adds to gradients, and after which the optimizer steps."""
 WHOLE_WINDOW = PassPlace(steps=True)
+"""A batch that zeroes gradients, and after which the optimizer steps."""
 
 
 @contextmanager

@@ -113,7 +113,7 @@ class _LoaderPieces:
             with pieces.piece(samples=size, share=float(size)):
                 pieces.add(step(piece))
             others = exchanged()
-            if in_pieces and others is not None:  # with a collective for each piece, they meet another one of that rank
+            if in_pieces and others is not None:  # other ranks run one collective a batch, this one would run more
                 raise messages.out_of_memory(self._trainer, self._stage, messages.OTHERS_WAIT, others)
         self._pass_size = sizes[0]  # merging needs the outputs of all pieces: it counts as the largest
         return pieces.finish()

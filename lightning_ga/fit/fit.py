@@ -174,7 +174,9 @@ class Fit:
         if index_in_window == 0:
             check_automatic(self.trainer.lightning_module)
             self.verdict.begin_window(batch, after_error=self._reporter.has_pending)
-            self._reporter.report_pending(self.verdict.exactness)
+            if self._reporter.has_pending:
+                self._reporter.report_pending(self.verdict.exactness)
+                self.verdict.note_told()
         self.data.windows.begin_batch(batch, index_in_window)
 
     def close_window(self, optimizer: torch.optim.Optimizer) -> None:
@@ -184,9 +186,7 @@ class Fit:
         self._rewinder.begin_update(optimizer)
         self.parts.gradients.close_window(optimizer)
         self.rates.log_window()
-        told_after_error = self._reporter.has_told_verdict
-        if not told_after_error:  # this window may have been the first of several passes
-            self.verdict.warn()
+        self.verdict.warn()  # this window may have been the first of several passes
 
     def end_micro_batch(self) -> None:
         """Note the new position if a window is over."""

@@ -34,15 +34,15 @@ class GradientSums:
         self._half = half
         return gradient_dtype.float32_allowed(half)
 
-    def settle(self, *, is_sum: bool) -> None:
-        """After a backward pass, coalesce sparse gradients; if they are a sum, widen half-precision ones."""
+    def settle(self, *, will_change: bool) -> None:
+        """After a backward pass, coalesce sparse gradients; widen half-precision ones that ``will_change`` later."""
         if self._sparse is None:
             self._sparse = sparse_parameters(self._trainer.lightning_module)
         if self._sparse:
             coalesce_gradients(self._sparse)
-        if is_sum and self._half:
+        if will_change and self._half:
             gradient_dtype.widen(self._half)
-        if is_sum and self._owes_warning:
+        if will_change and self._owes_warning:
             self._owes_warning = False
             rank_zero_warn(gradient_dtype.SUMS_ARE_ROUNDED, category=ExactnessWarning)
 

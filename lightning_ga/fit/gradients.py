@@ -100,13 +100,13 @@ class Gradients:
             total = count if piece is batch else count_items(self._counter, batch)
         self.counted = Counted(self.counted.samples + samples, self.counted.items + count)
         is_whole_window = self._factor * self._world_size == 1  # over all ranks
-        is_empty_window = is_whole_window and not total and self._counter is None
-        if self.normalize is None or is_empty_window:  # Lightning divides each batch by the factor
+        has_nothing = total == 0 and self._counter is None
+        if self.normalize is None or (is_whole_window and has_nothing):  # as Lightning weighs batches
             is_first = self._begin_pass(self._stock)
             self._stock.weigh_share(count, of=total, first=is_first)
-        elif is_whole_window and total:
+        elif is_whole_window and total > 0:  # the window's total is known
             self._weigh_known(count, planned=count, window_samples=total)
-        else:
+        else:  # it is known at the window's end
             self._weigh_late(count)
         return count / total if total else 0.0
 
@@ -157,7 +157,8 @@ class Gradients:
     def settle(self) -> None:
         """After a backward pass, coalesce sparse gradients and widen half-precision ones."""
         self.stop_zeroing()
-        self.sums.settle(is_sum=self._factor > 1 or self.passes > 1 or self.weights.weight != 1.0)
+        is_whole = self._factor == 1 and self.passes == 1 and self.weights.weight == 1.0
+        self.sums.settle(will_change=not is_whole)
 
     def close_window(self, optimizer: torch.optim.Optimizer) -> None:
         """Scale the gradients to the mean over the window, after the GradScaler's unscaling and before clipping."""

@@ -55,8 +55,8 @@ class LeftOut:
 
         def training_step(batch: Any, *others: Any) -> Any:
             index_in_window = self._gradients.passes - 1  # -1 before the window's first pass
-            is_trial = index_in_window in (-1, self._running)  # it leaves the shapes of a pass that has failed
-            if not is_trial:
+            is_new_pass = index_in_window not in (-1, self._running)
+            if is_new_pass:  # a trial step is none: the shapes stay those of the pass that has failed
                 self._running = index_in_window
                 self._shapes = " ".join(str(tuple(tensor.shape)) for tensor in tensors_in(batch))
             if index_in_window not in self._left_out:

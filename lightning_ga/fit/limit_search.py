@@ -103,8 +103,8 @@ class LimitSearch:
     def follow_windows(self) -> None:
         """Look for the limit again if the window that comes next is larger than any that was asked about.
 
-        All ranks agree on it first, because all come here at that window: in the loader they have asked about the same
-        number, and in the step no window needs more than a batch.
+        Ranks agree on it first, which is a collective. All reach it at the same window: in the loader they have asked
+        about the same number, and in the step a window never needs more than a batch, whose size is the same.
         """
         if self._parts.request.micro_batch is not None:
             return
@@ -116,7 +116,7 @@ class LimitSearch:
         limit = self._parts.limit
         if not self._parts.shares.differ:
             limit.agree()
-        if limit.has_fallen or limit.samples < self._asked:  # more does not fit: no window was the bound
+        if limit.has_fallen or limit.samples < self._asked:  # memory bounds passes, not the window
             self._asked = useful
             return
         limit.use(self._find(useful, None, self._setup(begins=False)))
@@ -125,8 +125,8 @@ class LimitSearch:
     def below(self, failed: int) -> int | None:
         """Look for the limit below a pass that ran out of memory, if only a whole window was asked about before.
 
-        The cache may know it from another run; what is written there now, ``Remedies`` forgets. Ranks do not look,
-        because the others wait for one.
+        The cache may know it from another run; the entry that this search writes is removed by ``Remedies.fall``. On
+        several ranks one does not look, because the others wait for it.
         """
         if self.found.fits is None or self._trainer.world_size > 1:
             return None
@@ -214,13 +214,16 @@ class LimitSearch:
 
     def _limit_of_all(self, fits: int, *, tried: int, useful: int) -> int:
         """Return the limit of all batches, if so many samples of a trial batch fit, of those that were ``tried``."""
-        first_may_be_smaller = self._data.windows.planner.source.first_may_be_smaller
         all_fit = fits >= tried
-        if fits == NO_LIMIT or (all_fit and first_may_be_smaller and self._parts.limit.chunked is None):
-            return NO_LIMIT  # no batch is cut: nothing is known of one that is larger than the first
-        if first_may_be_smaller:
-            return min(fits, tried)
-        if all_fit and self.found.result is None:  # nothing was looked for: others have as many as were planned
+        if fits == NO_LIMIT:
+            return NO_LIMIT
+        if self._data.windows.planner.source.first_may_be_smaller:
+            is_cut = not all_fit or self._parts.limit.chunked is not None
+            if is_cut:
+                return min(fits, tried)
+            return NO_LIMIT  # nothing is known of batches that are larger than the first
+        was_found = self.found.result is not None
+        if all_fit and not was_found:  # others may have more, up to what was planned: some may have been dropped here
             return useful
         return min(fits, useful)  # what was recalled may be for larger windows
 
@@ -229,11 +232,15 @@ class LimitSearch:
         if restored is None or restored.probe is None:
             return None
         known = restored.probe
+        by_speed = self._options.objective == "throughput"
+        fastest = known.fastest if by_speed else None
+        if by_speed and fastest is None:  # nothing was timed
+            return None
         may_recompute = known.recomputed is None or self._options.checkpoint == "auto"
         if not may_recompute or not still_holds(known, known.budget_bytes, tried):
             return None
-        self.found = Found(result=replace(known, source="checkpoint", steps=0, seconds=0.0))
-        return known.fastest or known.limit
+        self.found = Found(result=replace(known, fastest=fastest, source="checkpoint", steps=0, seconds=0.0))
+        return fastest or known.limit
 
     def _ask(self, tried: int, setup: TrainingSetup) -> int:
         """Return the limit that trial steps show; a program for which they fail trains as its recipe says."""
@@ -280,8 +287,8 @@ class LimitSearch:
         self.found = self.found._replace(fits=None)  # also if the search fails
         search = partial(find_limit, setup, self._options, high=tried)
         try:
-            is_first_search = known_chosen is None
-            return search(recomputed=known_chosen, whole_first=is_first_search and not self._is_wanted_at_once)
+            whole_first = known_chosen is None and not self._is_wanted_at_once
+            return search(recomputed=known_chosen, whole_first=whole_first)
         except DoesNotFitError as error:
             if self._options.checkpoint != "auto" or self.recomputed.names:
                 raise

@@ -109,7 +109,7 @@ class LoaderPlanner:
     # --- plans ---------------------------------------------------------------------------------
 
     def plan_epoch(self, epoch: int, *, enabled: bool = True) -> None:
-        """Plan an epoch; while that is not ``enabled``, the loader yields nothing, and the limit is not known."""
+        """Plan an epoch; unless it is ``enabled``, the loader yields nothing, and another plan follows."""
         position = self._parts.progress.position_in(epoch)
         schedule = self._schedule_of(epoch, steps=position.steps_before, samples=position.samples_before)
         recipe = self.source.epoch(epoch)
@@ -174,7 +174,8 @@ class LoaderPlanner:
     def counts_as_recipe(self) -> bool:
         """Whether the loop's batches and windows are the recipe's."""
         epoch_plan = self.source.epoch_plan
-        # A rank that runs a window of several batches again, after an error, counts more of them than the others.
+        # A rank that runs a window of several batches again, after an error, counts more of them than the others; but
+        # validation has to be due on all ranks at once.
         ranks_count_alike = self.recipe.world_size == 1 or epoch_plan.factor == 1
         if self._parts.request.is_by_window or not ranks_count_alike or self._parts.shares.differ:
             return False

@@ -14,7 +14,6 @@ from lightning_ga.batch.pytree import tensors_in
 from lightning_ga.compat import advance, closures, loaders, schedulers, validation
 from lightning_ga.compat.compiled import CompiledModules
 from lightning_ga.compat.loop_counters import positions_are_kept
-from lightning_ga.compat.patching import replaced
 from lightning_ga.compat.replicas import AnyExchange
 from lightning_ga.fit.batch_passes import WholePasses
 from lightning_ga.fit.loader_planner import LoaderPlanner
@@ -56,8 +55,13 @@ class LoaderWindows(CutWindows):
         is_within_epoch = 0 < position.samples_done < self._source.epoch(position.epoch).samples
         if progress.restored is not None and progress.restored.position == position and is_within_epoch:
             self._source.restore_order(progress.restored.order, position.epoch)
-        will_iterate = not self._reads or not self._place.keeps_iterator
-        self.planner.plan_epoch(self._place.epoch, enabled=self._parts.limit.is_known and will_iterate)
+        is_in_use = self._parts.limit.is_known and not self._is_loaded_again_for_restart
+        self.planner.plan_epoch(self._place.epoch, enabled=is_in_use)
+
+    @property
+    def _is_loaded_again_for_restart(self) -> bool:
+        """Whether the epoch would read on in the iterator of a second set-up, which is as long as the recipe's."""
+        return self._reads and self._place.keeps_iterator
 
     @property
     def _source(self) -> LoaderSource:
@@ -105,9 +109,9 @@ class LoaderWindows(CutWindows):
             self.planner.plan_epoch(self._place.epoch)
             self._place.size_epoch(self._source.epoch_plan.length)
         loader = self._source.loader
-        # Iterating uses the generator up, and training's iterator needs it again.
-        with replaced(loader, before_dry_run=loader.before_dry_run):
-            self._iterate()
+        generator = loader.before_dry_run  # is used up by iterating, and training's iterator needs it again
+        self._iterate()
+        loader.before_dry_run = generator
         self.planner.note_first()
         batch = advance.first_batch(self._trainer)
         planned = 0  # samples on this rank before a collate function leaves any out
@@ -140,12 +144,12 @@ class LoaderWindows(CutWindows):
         progress = self._parts.progress
         progress.enter(epoch)
         self.planner.plan_epoch(epoch)
-        # A resumed run may have counted micro-batches in earlier epochs; the loop says so before its first one begins.
+        # A resumed run may have counted micro-batches in earlier epochs: the loop can tell before this one begins.
         if self._begun is None and self._place.loop_batches_before_epoch != progress.position.batches_before:
             self._use_recipe_as_clock()
         self._place.begin_epoch()
         self._size_loop()
-        if self._reads and self._place.keeps_iterator:  # that of data that are loaded again has the recipe's length
+        if self._is_loaded_again_for_restart:
             self._iterate()
 
     def _size_loop(self) -> None:
@@ -287,7 +291,7 @@ class LoaderWindows(CutWindows):
         found = []
         if self.planner.keeps_batches and self.planner.plan.factor > 1:
             found.append("the samples of two batches were not seen to be collated to one, so each batch is a pass")
-        every = getattr(self._trainer, "val_check_interval", None)
+        every = self._trainer.val_check_interval
         if self._recipe_is_clock and isinstance(every, int):
             samples = self._source.recipe.samples_of(every)
             if samples % self.planner.inputs.schedule.largest != 0:

@@ -65,7 +65,6 @@ class OomReporter:
         self._trainer = trainer
         self._pending: list[str] = []  # sentences on errors of training that are not reported yet
         self.events = events  # including those before a resume
-        self.has_told_verdict = False  # whether the report of an error of training has told what is known of gradients
 
     @property
     def has_pending(self) -> bool:
@@ -106,9 +105,8 @@ class OomReporter:
             logger.log_metrics({"oom_events": self.events}, step=self._trainer.global_step)
 
     def report_pending(self, verdict: Exactness | None) -> None:
-        """Report the errors of training that were not reported yet."""
+        """Report the errors of training that were not reported yet, with what is known of gradients."""
         while self._pending:
-            self.has_told_verdict = True
             self.report(self._pending.pop(0), after_error(verdict))
 
 

@@ -126,10 +126,11 @@ def _merged_fields(values: list[Any], samples: list[int], shares: list[float]) -
     whole = values[0]
     children = [dict(open_container(value) or ()) for value in values]
     names = dict.fromkeys(chain(*children))
-    if len(names) > len(children[0]) and isinstance(whole, dict):
-        whole = dict.fromkeys(chain(*values))
-    elif len(names) > len(children[0]):
+    is_ragged = any(len(fields) < len(names) for fields in children)
+    if is_ragged and not isinstance(whole, dict):
         return _same(values)
+    if is_ragged:
+        whole = dict.fromkeys(chain(*values))
     merged = []
     for name in names:
         parts = [fields.get(name) for fields in children]

@@ -179,7 +179,8 @@ class Rewinder:
         """Put back what the window's passes have changed; return what cannot be put back."""
         if self._savepoint is None or not self._is_begun:
             return None
-        if closures.leaves_gradients(self._trainer, self._place.window_start):
+        leaves_some = closures.zero_gradients(self._trainer, self._place.window_start)
+        if leaves_some:
             return f"gradients of earlier windows, which {type(self._trainer.lightning_module).__name__} does not zero"
         return undo(self._savepoint, self._windows.batches)
 

@@ -28,10 +28,12 @@ class StepWindows(CutWindows):
     def __init__(self, parts: FitParts, cutter: Callable[[], BatchCutter], source: StepSource) -> None:
         super().__init__(parts, cutter)
         self.planner = StepPlanner(parts, source)
+        self._last: KeptBatch | None = None  # batch of the window that has ended, unless other data were loaded since
         self._passes = BatchPasses(parts, cutter, self.planner)
 
     def use(self, source: Any) -> None:
         """Use a loader that is loaded again."""
+        self._last = None
         self.planner.use(source)
 
     @property
@@ -60,11 +62,16 @@ class StepWindows(CutWindows):
         return self._parts.progress.take_over(RecipeEpoch(recipe, batches, recipe.samples_of(batches)))
 
     def trial_batches(self, epoch: int) -> TrialBatches:
-        """Return the source of batches for probe and measurement: after an error, the batch that failed."""
+        """Return the source of batches for probe and measurement.
+
+        It is the batch that runs, else the last that has run; before training, samples that can be read apart, else the
+        first batch.
+        """
         samples = self._source.samples
         units = self.planner.units
-        if self.batches:
-            return CutTrials(self.batches[-1].batch, self._cutter(), units, planned=units)
+        kept = self.batches[-1] if self.batches else self._last
+        if kept is not None:
+            return CutTrials(kept.batch, self._cutter(), units, planned=units)
         may_read = not self._reads
         batch = None
         if may_read and (self._source.first_may_be_smaller or not samples.can_be_read_apart):
@@ -138,6 +145,9 @@ class StepWindows(CutWindows):
 
     def end_window(self) -> None:
         """Note that a window is done, and the samples of its batches."""
+        if self.batches:
+            self._last = self.batches[-1]
+        self.batches = []
         samples = self._passes.samples * self._source.world_size
         if self._parts.request.is_by_samples:  # no other schedule is worth an exchange
             samples = int(ranks.sum_over_ranks(self._trainer, self._passes.samples))

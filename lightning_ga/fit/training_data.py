@@ -49,7 +49,7 @@ class TrainingData:
 
     def intercepted(self, is_installed: Callable[[], bool]) -> AbstractContextManager[None]:
         """Return a context in which the loop gets these data, while the callback is installed."""
-        held = ExitStack()  # to the end of the set-up that runs, which asks for no loader if the loop keeps its data
+        held = ExitStack()  # closed as ``set_up`` returns; empty if the loop keeps its data, and ``read`` is not called
 
         def read(loader: Any) -> Any:
             if not is_installed():
@@ -109,8 +109,8 @@ class TrainingData:
         if self._cutter is None:
             source = self.windows.planner.source
             found, combine = loaders.loaders_of(self._trainer)
-            is_cut_here = found == [source.loader]
-            samples = [source.samples] if is_cut_here else [*map(KnownSamples, found)]
+            is_only_loader = found == [source.loader]
+            samples = [source.samples] if is_only_loader else [*map(KnownSamples, found)]
             self._cutter = BatchCutter(samples, combine, BatchTransfer(self._trainer))
         return self._cutter
 

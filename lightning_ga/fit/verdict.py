@@ -113,7 +113,14 @@ class Verdict:
         """Warn once that accumulation is not exact, or not known to be, if windows take several passes."""
         if self._has_warned or not self._data.windows.has_several_passes:
             return
-        sentence = warning(self.exactness, batch_norm=self._options.batch_norm)
+        sentence = self._warning()
         if sentence is not None:
             self._has_warned = True
             rank_zero_warn(sentence, category=ExactnessWarning)
+
+    def note_told(self) -> None:
+        """Note that the report of an error has told the verdict, so that no warning repeats it."""
+        self._has_warned = self._has_warned or self._warning() is not None
+
+    def _warning(self) -> str | None:
+        return warning(self.exactness, batch_norm=self._options.batch_norm)

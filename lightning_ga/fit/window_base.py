@@ -10,7 +10,7 @@ calls ``plan_again`` after an error, and ``begin_window`` again. A ``planner`` c
 Tested in tests/differential/test_differential.py.
 """
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +19,7 @@ from lightning_ga.loading.trial_batches import BatchCutter
 from lightning_ga.snapshot.kept_batch import KeptBatch
 
 
-class CutWindows:
+class CutWindows(ABC):
     """The windows of a fit; the methods here are for the kind that has nothing to do for them."""
 
     in_step: bool  # whether the step cuts
@@ -59,6 +59,7 @@ class CutWindows:
 
     def keep(self, batch: Any) -> None:
         """Keep a batch of the loop before anything changes it, if its samples cannot be read again by their indices."""
+        return
 
     @property
     def uncut(self) -> int:

@@ -154,6 +154,8 @@ MERGED: dict[str, tuple[list[Any], list[int], Any]] = {
     "lists of findings": ([{"x": [1, 2, 3]}, {"x": []}], [2, 1], {"x": [1, 2, 3]}),
     "lists of fields": ([{"x": [1.0, "a", 2.0]}, {"x": [4.0, "a", 5.0]}], [2, 1], {"x": [2.0, "a", 3.0]}),
     "detections": ([[{"box": 1}, {"box": 2}], [{"box": 3}]], [2, 1], [{"box": 1}, {"box": 2}, {"box": 3}]),
+    "tuples of unlike lengths": ([("a", "b", "c"), ("d", "e")], [3, 2], [("a", "b", "c"), ("d", "e")]),
+    "numbers of unlike counts": ([(1.0, 2.0, 3.0), (4.0, 5.0)], [3, 2], [(1.0, 2.0, 3.0), (4.0, 5.0)]),
     "one whole number in tensors": ([{"x": torch.tensor(7)}, {"x": torch.tensor(7)}], [2, 1], {"x": torch.tensor(7)}),
 }
 

@@ -412,3 +412,20 @@ def test_a_limit_that_is_merely_lower_on_another_rank_has_not_fallen(monkeypatch
         monkeypatch.setattr(ranks, "of_all_ranks", lambda _, own, others=others: [own, *others])
         limit.agree()
         assert (limit.samples, limit.has_fallen) == (6, has_fallen)
+
+
+class Reloads(Plain):
+    """Loads larger batches from the second epoch on."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Samples(64), batch_size=64 if self.current_epoch else 8)
+
+
+@pytest.mark.parametrize("room", [None, 2 * ROOM])
+def test_batches_that_are_loaded_later_are_asked_about_themselves(room: int | None) -> None:
+    """Not about the last batch of the loader before."""
+    SIZES.clear()
+    callback = AutoAccumulate(micro_batching="step", cache=False, verify=False)
+    with nullcontext() if room is None else limit_memory(room):
+        fit(None, callback, module=Reloads(), max_epochs=2, reload_dataloaders_every_n_epochs=1)
+    assert SIZES[-1] == 64

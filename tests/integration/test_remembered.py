@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from reference import Samples, fit, loss
+from reference import Samples, SaveAt, fit, loss
 from torch.utils.data import DataLoader, default_collate
 from wide import BUDGET, Wide
 
@@ -170,3 +171,18 @@ def test_the_smallest_of_the_fast_sizes_is_taken_and_remembered(monkeypatch: pyt
     assert found.fastest == min(each.micro_batch_size for each in found.timings if each.seconds <= SLOWER * best)
     assert max(timing.micro_batch_size for timing in found.timings) <= found.limit
     assert (again.probe.source, again.probe.timings, again.plan) == ("cache", found.timings, first.plan)
+
+
+@pytest.mark.parametrize("resumed", ["memory", "throughput"])
+@pytest.mark.parametrize("saved", ["memory", "throughput"])
+def test_a_checkpoint_is_asked_for_what_its_objective_has_found(saved: str, resumed: str, tmp_path: Path) -> None:
+    """A limit has no timings, and the fastest size is no limit."""
+    path = tmp_path / "saved.ckpt"
+    data = DataLoader(Samples(128), batch_size=64)
+    arguments: Any = {"effective_batch_size": 64, "memory_budget": BUDGET, "verify": False, "cache": False}
+    fit(data, AutoAccumulate(objective=saved, **arguments), SaveAt(path, 1), module=Wide(), max_epochs=1)  # type: ignore[arg-type]
+    callback = AutoAccumulate(objective=resumed, **arguments)  # type: ignore[arg-type]
+    fit(data, callback, module=Wide(), max_epochs=1, ckpt_path=path)
+    assert callback.probe is not None
+    assert callback.probe.source == ("probe" if (saved, resumed) == ("memory", "throughput") else "checkpoint")
+    assert (callback.probe.fastest is None) == (resumed == "memory")

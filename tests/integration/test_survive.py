@@ -251,3 +251,31 @@ def test_a_hook_that_zeroes_gets_the_index_of_the_batch(mode: Any) -> None:
     stock, ours = modules
     assert ours.asked == stock.asked == [0, 2, 4]
     assert worst_error(ours.gradients, stock.gradients) <= 1e-12
+
+
+class Normalizing(Regression):
+    """Runs out of memory from the third step on, with more than four samples; its BatchNorm layer is not exact."""
+
+    def __init__(self) -> None:
+        super().__init__(dtype=torch.float32)
+        self.net.insert(1, torch.nn.BatchNorm1d(7))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_step >= 2 and len(batch[0]) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        inputs, targets, indices = batch
+        return super().training_step((inputs.float(), targets.float(), indices), batch_idx)
+
+
+@pytest.mark.parametrize("mode", ["loader", "step"])
+def test_what_the_report_of_an_error_has_told_is_not_warned_of_again(mode: Any) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(
+            DataLoader(Samples(32), batch_size=8),
+            AutoAccumulate(micro_batching=mode),
+            module=Normalizing(),
+            max_epochs=3,
+        )
+    told = [each for each in caught if "BatchNorm" in str(each.message)]
+    assert ["Memory ran out" in str(each.message) for each in told] == [True]

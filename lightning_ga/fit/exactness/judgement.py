@@ -87,7 +87,7 @@ class Judgement:
     def verdict(self) -> Exactness:
         """Return the verdict; raise ``NotFiniteError`` if the gradient of the whole is infinite or NaN.
 
-        That of a part whose weight is above 0 would be so in training, too: there it differs from a finite whole.
+        If that of a part is, and the part weighs more than 0, training would have it, too: it counts as a difference.
         """
         if not (min(self._counts) >= 0 and 0 < sum(self._counts) < math.inf):
             return self._exactness("unmeasured", reason=f"normalize counts {self._counts} in the parts of a batch")
@@ -106,7 +106,11 @@ class Judgement:
         return self._stateful(None)
 
     def _judge_gradients(self, whole: Gradient, first: Gradient, second: Gradient) -> Exactness:
-        """Return the verdict on gradients of a whole batch and of its parts."""
+        """Return the verdict on gradients of a whole batch and of its parts.
+
+        The questions, in their order: are they the same? If not, is it BatchNorm alone? Or does the second part depend
+        on random numbers or on what the first has left? Else ``_named`` looks at the loss.
+        """
         enough = math.inf if self._layers else self._tolerance  # with BatchNorm, ``_of_loss`` tells the cause
         found = self._differences(whole, first, second, enough=enough)
         is_exact = found.error <= self._tolerance
@@ -213,7 +217,9 @@ def judge_chunks(passes: Passes, chunked: "ChunkedModules", batch: CutBatch, tol
             )
     if norm(_finite(whole, _ITS_GRADIENT)) == 0:
         return Exactness(None, tolerance, "unmeasured", reason=_NO_GRADIENT, has_gradient=False)
-    passes.run(batch.parts[1])  # another length shows which arguments have no samples
+    passes.run(
+        batch.parts[1]
+    )  # in whole passes ``Chunks`` notes which arguments keep their length: these have no samples
     error = distance(whole, _finite(gradient(in_two), "its gradient in chunks"))
     if error <= tolerance:
         return Exactness(error, tolerance, "exact")

@@ -106,9 +106,9 @@ class Passes:
         return gradients
 
     def _gradient(self, parameter: Tensor) -> Tensor:
-        """Return the gradient, zeros if there is none, on the host, where nothing counts it.
+        """Return the gradient, zeros if there is none, on the host.
 
-        There it is taken as it is: the next pass makes another.
+        If it lies there, it is not copied unless copies are counted: the next pass makes another.
         """
         if parameter.grad is None:
             return torch.zeros_like(parameter, device="cpu").detach()
