@@ -235,7 +235,8 @@ def merged_entry(logged: Sequence[Logged]) -> tuple[Any, Settings]:
     values = [each.value for each in logged]
     weights: list[Any] = [each.weight for each in logged]
     samples = [each.samples for each in logged]
-    sizes: list[Any] = [each.settings.get("batch_size") for each in logged]
+    given = [each.settings.get("batch_size") for each in logged]
+    sizes = [None if size is None else int(size) for size in given]  # tensors are unlike each other
     settings = {**logged[0].settings}
     if None not in sizes and _are_counts(sizes, samples):
         settings["batch_size"] = sum(sizes)

@@ -178,7 +178,9 @@ class LoopPlace(LoopReader):
         progress = self._loop.batch_progress
         before = progress.total.ready - progress.current.ready
         for name in _COUNTS:
-            count = at - int(batch_end_is_due and name == "completed")
+            count = at
+            if batch_end_is_due and name == "completed":
+                count -= 1  # the end of the last batch is still to run, and counts it
             setattr(progress.current, name, count)
             if total:
                 setattr(progress.total, name, before + count)

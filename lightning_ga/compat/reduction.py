@@ -144,7 +144,7 @@ class Exchange:
             return self.refusal
         if (was_sending or self._stage is Stage.DONE) and not self._is_noted:
             return ALREADY_SENT
-        if self._stage is not Stage.DONE:
+        if self._stage is not Stage.DONE:  # then ``finish`` still has nothing to do, though the window repeats
             self._stage = Stage.PASSES
         self._repeats = True
         self._noting.keep()

@@ -1,7 +1,7 @@
 """Survive out-of-memory errors in evaluation: a batch is the unit of undo, and runs again in smaller pieces."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -103,7 +103,8 @@ class _LoaderPieces:
         self._pass_size = 0
         sizes: Sequence[int] = (0,)  # not counted
         if limit is not None:
-            sizes = piece_sizes(self._cutter.count(kept_batch), limit)
+            with suppress(LayoutError):  # one that cannot be cut may fit as a whole
+                sizes = piece_sizes(self._cutter.count(kept_batch), limit)
         in_pieces = len(sizes) > 1
         # A rank that repeats a step logs after it, so that no value is exchanged twice.
         logs_after_steps = in_pieces or self._trainer.world_size > 1

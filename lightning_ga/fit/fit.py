@@ -193,6 +193,7 @@ class Fit:
         self._left_out.forget_pass()
         if self.data.windows.is_over and not self.parts.progress.place.skips_backward:
             self.data.windows.end_window()
+            self._rewinder.end_window()
 
     def close(self) -> None:
         """Restore what the fit changed. The factor stays until the next fit, as with Lightning's own scheduler."""

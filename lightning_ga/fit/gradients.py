@@ -100,13 +100,14 @@ class Gradients:
             total = count if piece is batch else count_items(self._counter, batch)
         self.counted = Counted(self.counted.samples + samples, self.counted.items + count)
         is_whole_window = self._factor * self._world_size == 1  # over all ranks
-        has_nothing = total == 0 and self._counter is None
-        if self.normalize is None or (is_whole_window and has_nothing):  # as Lightning weighs batches
+        total_is_known = is_whole_window and total > 0
+        has_no_sample = is_whole_window and total == 0 and self._counter is None
+        if self.normalize is None or has_no_sample:  # as Lightning weighs batches
             is_first = self._begin_pass(self._stock)
             self._stock.weigh_share(count, of=total, first=is_first)
-        elif is_whole_window and total > 0:  # the window's total is known
+        elif total_is_known:
             self._weigh_known(count, planned=count, window_samples=total)
-        else:  # it is known at the window's end
+        else:
             self._weigh_late(count)
         return count / total if total else 0.0
 

@@ -54,9 +54,11 @@ class LeftOut:
         self._folder = Path(self._trainer.log_dir or self._trainer.default_root_dir)  # ranks ask for it together
 
         def training_step(batch: Any, *others: Any) -> Any:
-            index_in_window = self._gradients.passes - 1  # -1 before the window's first pass
-            is_new_pass = index_in_window not in (-1, self._running)
-            if is_new_pass:  # a trial step is none: the shapes stay those of the pass that has failed
+            index_in_window = self._gradients.passes - 1
+            if index_in_window < 0:  # a trial step, before the window's first pass
+                return step(batch, *others)
+            is_trial = index_in_window == self._running
+            if not is_trial:  # the shapes stay those of the pass that has failed
                 self._running = index_in_window
                 self._shapes = " ".join(str(tuple(tensor.shape)) for tensor in tensors_in(batch))
             if index_in_window not in self._left_out:

@@ -116,7 +116,8 @@ class LimitSearch:
         limit = self._parts.limit
         if not self._parts.shares.differ:
             limit.agree()
-        if limit.has_fallen or limit.samples < self._asked:  # memory bounds passes, not the window
+        is_bounded_by_memory = limit.has_fallen or limit.samples < self._asked
+        if is_bounded_by_memory:  # a larger window has no larger passes
             self._asked = useful
             return
         limit.use(self._find(useful, None, self._setup(begins=False)))
@@ -214,16 +215,15 @@ class LimitSearch:
 
     def _limit_of_all(self, fits: int, *, tried: int, useful: int) -> int:
         """Return the limit of all batches, if so many samples of a trial batch fit, of those that were ``tried``."""
-        all_fit = fits >= tried
         if fits == NO_LIMIT:
             return NO_LIMIT
+        all_fit = fits >= tried
         if self._data.windows.planner.source.first_may_be_smaller:
-            is_cut = not all_fit or self._parts.limit.chunked is not None
-            if is_cut:
-                return min(fits, tried)
-            return NO_LIMIT  # nothing is known of batches that are larger than the first
-        was_found = self.found.result is not None
-        if all_fit and not was_found:  # others may have more, up to what was planned: some may have been dropped here
+            if all_fit and self._parts.limit.chunked is None:
+                return NO_LIMIT  # nothing is known of batches that are larger than the first
+            return min(fits, tried)
+        was_looked_for = self.found.result is not None
+        if all_fit and not was_looked_for:  # a collate function may have dropped some here; other batches may have more
             return useful
         return min(fits, useful)  # what was recalled may be for larger windows
 

@@ -35,7 +35,7 @@ class LoaderPlanner:
         self._parts = parts
         self.source = source
         self._cut_by = 0  # the limit by which the epoch was cut
-        self._most_read: int | None = None  # samples of the first micro-batch as it was planned; none until it is read
+        self._first_micro_batch_read: int | None = None  # samples of it as it was planned; none until it is read
 
     def use(self, source: LoaderSource) -> None:
         """Plan epochs of a loader that is loaded again."""
@@ -72,7 +72,7 @@ class LoaderPlanner:
 
     def note_first(self) -> None:
         """Note that a first micro-batch was read as it is planned now, because samples cannot be read apart."""
-        self._most_read = self.plan.micro_batch_size
+        self._first_micro_batch_read = self.plan.micro_batch_size
 
     def useful_limit(self, epochs: range) -> int:
         """Return the largest micro-batch that these epochs can use, and can be tried."""
@@ -84,7 +84,7 @@ class LoaderPlanner:
         )
         if not self.source.samples.can_be_read_apart:  # the first micro-batch alone can be tried
             share = ceil_div(self.effective(epochs.start), self.recipe.world_size)
-            high = min(high, self._most_read or share)
+            high = min(high, self._first_micro_batch_read or share)  # it will be a whole share
         return self.source.capped(max(1, high))
 
     def steps_of(self, epoch: int, *, steps: int, samples: int) -> tuple[int, int]:

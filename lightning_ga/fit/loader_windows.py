@@ -22,6 +22,7 @@ from lightning_ga.fit.window_base import CutWindows
 from lightning_ga.loading.samples_left import SamplesLeft
 from lightning_ga.loading.source import LoaderSource
 from lightning_ga.loading.trial_batches import BatchCutter, CollatedTrials, CutTrials, TrialBatches
+from lightning_ga.plan.piece_sizes import halved
 from lightning_ga.plan.recipe import WindowSpan
 from lightning_ga.plan.windows import NO_WINDOW
 
@@ -55,12 +56,13 @@ class LoaderWindows(CutWindows):
         is_within_epoch = 0 < position.samples_done < self._source.epoch(position.epoch).samples
         if progress.restored is not None and progress.restored.position == position and is_within_epoch:
             self._source.restore_order(progress.restored.order, position.epoch)
-        is_in_use = self._parts.limit.is_known and not self._is_loaded_again_for_restart
-        self.planner.plan_epoch(self._place.epoch, enabled=is_in_use)
+        # Unless it is enabled, the loader yields nothing until ``_begin_epoch`` iterates it.
+        is_enabled = self._parts.limit.is_known and not self._would_keep_iterator
+        self.planner.plan_epoch(self._place.epoch, enabled=is_enabled)
 
     @property
-    def _is_loaded_again_for_restart(self) -> bool:
-        """Whether the epoch would read on in the iterator of a second set-up, which is as long as the recipe's."""
+    def _would_keep_iterator(self) -> bool:
+        """Whether the loop, restored and set up a second time, would read that set-up's iterator: it ends too early."""
         return self._reads and self._place.keeps_iterator
 
     @property
@@ -109,7 +111,7 @@ class LoaderWindows(CutWindows):
             self.planner.plan_epoch(self._place.epoch)
             self._place.size_epoch(self._source.epoch_plan.length)
         loader = self._source.loader
-        generator = loader.before_dry_run  # is used up by iterating, and training's iterator needs it again
+        generator = loader.before_dry_run  # see ``loading.rebatch``: training's iterator needs it once more
         self._iterate()
         loader.before_dry_run = generator
         self.planner.note_first()
@@ -144,12 +146,12 @@ class LoaderWindows(CutWindows):
         progress = self._parts.progress
         progress.enter(epoch)
         self.planner.plan_epoch(epoch)
-        # A resumed run may have counted micro-batches in earlier epochs: the loop can tell before this one begins.
-        if self._begun is None and self._place.loop_batches_before_epoch != progress.position.batches_before:
+        loop_has_counted_micro_batches = self._place.loop_batches_before_epoch != progress.position.batches_before
+        if self._begun is None and loop_has_counted_micro_batches:  # of a resumed run, in earlier epochs
             self._use_recipe_as_clock()
         self._place.begin_epoch()
         self._size_loop()
-        if self._is_loaded_again_for_restart:
+        if self._would_keep_iterator:
             self._iterate()
 
     def _size_loop(self) -> None:
@@ -267,6 +269,18 @@ class LoaderWindows(CutWindows):
         if self._source.sizes is not None:
             return self._parts.limit.samples
         return max(self._window.sizes, default=1)
+
+    def halve_passes_of_short_samples(self) -> tuple[int, int] | None:
+        """Let micro-batches have half as many samples as the largest of the running window has, however short they are.
+
+        Return both numbers; ``None`` without ``size_of``, or if each micro-batch is one sample.
+        """
+        most = max(self._window.sizes, default=1)
+        fits = halved(most)
+        if self._source.sizes is None or fits is None:
+            return None
+        self._source.sizes.most_of_short = fits
+        return most, fits
 
     def plan_again(self) -> None:
         """Plan the same windows by the limit and shares of now, and move the loop to the start of the running one."""

@@ -94,8 +94,8 @@ def merge(outputs: Sequence[Any], samples: Sequence[int], shares: Sequence[float
 
     - Tensors, arrays and lists as long as their piece are joined, and lists whose lengths differ.
     - Numbers and tensors of one element are averaged by share, unless all are equal; a piece of share 0 is left
-      out. A ``loss`` of one element is averaged also if each piece has one sample. Whole numbers that equal the samples
-      of their pieces are counts of these, and are added up.
+      out. A ``loss`` of one element is averaged also if each piece has one sample. Whole numbers of Python
+      that equal the samples of their pieces are counts of these, and are added up.
     - Containers are merged field by field. ``None`` in some pieces is skipped.
     - Anything else is the value if all are equal, otherwise the list of the values.
     """

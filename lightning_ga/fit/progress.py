@@ -64,8 +64,9 @@ class Progress:
         is_restored = self.restored is not None
         if not is_restored and (place.restarts or not self._follows_fit):
             self._read_loop(epoch)
-        is_within_epoch = is_restored or self.position.samples_done > 0  # a checkpoint's may be at its first sample
-        return is_within_epoch and self.position.epoch == place.epoch
+        # A checkpoint may have been written before the epoch's first sample.
+        may_continue = is_restored or self.position.samples_done > 0
+        return may_continue and self.position.epoch == place.epoch
 
     def _read_loop(self, epoch: RecipeEpoch) -> None:
         place = self.place

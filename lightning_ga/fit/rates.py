@@ -45,13 +45,12 @@ class WindowRates:
             "effective_batch_size": batch,
             "accumulate_grad_batches": int(self._trainer.accumulate_grad_batches),
         }
-        name = "learning_rate"
-        for number, group in enumerate(self._groups(), 1):
+        for number, group in enumerate(self._groups()):
             if self._scale_lr != "none":
                 self._before.append(group["lr"])
                 group["lr"] = group["lr"] * rate_ratio(self._scale_lr, batch, recipe)
+            name = f"learning_rate/{number}" if number else "learning_rate"
             values[name] = group.get("lr")
-            name = f"learning_rate/{number}"
         self._row = values
 
     def log_window(self) -> None:

@@ -47,14 +47,19 @@ class Remedies:
             return
         self._window = window
         self._left_out.begin_window()
-        are_many = len(self._failed) == MANY_FAILED and self._number - self._failed[0] < AMONG
-        last_has_failed = self._number in self._failed  # not counted up yet: the window that has ended
-        if last_has_failed and not are_many:
-            self._limit.go_back(self._limit_before)
-            self._search.recomputed.use(self._names_before)
         self._number += 1
         self._limit_before = self._limit.mark()
         self._names_before = self._search.recomputed.names
+
+    def end_window(self) -> None:
+        """Take back what the window has made different because one sample did not fit, unless there were many.
+
+        It is taken back before ranks agree on limits, and before a checkpoint keeps them.
+        """
+        are_many = len(self._failed) == MANY_FAILED and self._number - self._failed[0] < AMONG
+        if self._number in self._failed and not are_many:
+            self._limit.go_back(self._limit_before)
+            self._search.recomputed.use(self._names_before)
 
     def choose_remedy(self, failed: int, failure: Exception) -> int:
         """Return the limit after a pass of ``failed`` samples has run out of memory; a last remedy keeps it.

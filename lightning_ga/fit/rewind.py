@@ -23,7 +23,13 @@ from lightning_ga.fit.remedies import Remedies
 from lightning_ga.fit.training_data import Windows
 from lightning_ga.memory.allocator import RepeatedRetries
 from lightning_ga.memory.device import describe_memory
-from lightning_ga.memory.oom import is_out_of_memory, may_be_out_of_memory, release, retry_once
+from lightning_ga.memory.oom import (
+    is_ambiguous_out_of_memory,
+    is_out_of_memory,
+    may_be_out_of_memory,
+    release,
+    retry_once,
+)
 from lightning_ga.snapshot.kept_batch import undo
 from lightning_ga.snapshot.savepoint import Savepoint
 
@@ -109,6 +115,10 @@ class Rewinder:
             )
         self._is_updating = True
 
+    def end_window(self) -> None:
+        """Take back what only this window needed."""
+        self._remedies.end_window()
+
     def tensors_kept(self) -> list[Tensor]:
         """Return the tensors of the savepoint, which lie on the device while a window runs."""
         return [] if self._savepoint is None else [*self._savepoint.tensors()]
@@ -168,12 +178,18 @@ class Rewinder:
             memory = describe_memory(self._trainer.strategy.root_device)
             failure.add_note(messages.IN_THE_TRANSFER.format(samples=uncut, memory=memory))
             raise failure
-        at_most = self._remedies.choose_remedy(failed, failure)  # ``failed`` itself after a last remedy
+        of_short_samples = None  # samples of the largest pass, and those of a smaller one, if that is the remedy
+        if failed == 1 and not is_ambiguous_out_of_memory(failure):
+            of_short_samples = self._windows.halve_passes_of_short_samples()
+        at_most = failed  # also after a last remedy
+        if of_short_samples is None:
+            at_most = self._remedies.choose_remedy(failed, failure)
         messages.end_run_if(self._leave_ranks(), self._trainer, "training", messages.OTHERS_WAIT, failure)
         messages.end_run_if(retry_once(self._undo), self._trainer, "training", messages.CHANGED, failure)
         fits = self._remedies.lower(failed, at_most=at_most)  # trial steps, which need the state from before
         self._windows.plan_again()
-        self._reporter.add(self._reporter.survived("training", failed, fits, self._limit.unit))
+        had, have = of_short_samples or (failed, fits)
+        self._reporter.add(self._reporter.survived("training", had, have, self._limit.unit))
 
     def _undo(self) -> str | None:
         """Put back what the window's passes have changed; return what cannot be put back."""

@@ -64,17 +64,17 @@ class StepWindows(CutWindows):
     def trial_batches(self, epoch: int) -> TrialBatches:
         """Return the source of batches for probe and measurement.
 
-        It is the batch that runs, else the last that has run; before training, samples that can be read apart, else the
-        first batch.
+        It is the batch that runs, else the last that has run. Before training it is the first batch, unless samples can
+        be read apart and all batches are of one size.
         """
         samples = self._source.samples
         units = self.planner.units
         kept = self.batches[-1] if self.batches else self._last
         if kept is not None:
             return CutTrials(kept.batch, self._cutter(), units, planned=units)
-        may_read = not self._reads
+        needs_batch = self._source.first_may_be_smaller or not samples.can_be_read_apart
         batch = None
-        if may_read and (self._source.first_may_be_smaller or not samples.can_be_read_apart):
+        if needs_batch and not self._reads:
             batch = advance.first_batch(self._trainer)
         if batch is None and samples.can_be_read_apart:
             return CollatedTrials(samples, self._cutter(), units, in_step=True)

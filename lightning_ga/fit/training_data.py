@@ -48,8 +48,11 @@ class TrainingData:
         return self._windows
 
     def intercepted(self, is_installed: Callable[[], bool]) -> AbstractContextManager[None]:
-        """Return a context in which the loop gets these data, while the callback is installed."""
-        held = ExitStack()  # closed as ``set_up`` returns; empty if the loop keeps its data, and ``read`` is not called
+        """Return a context in which the loop gets these data, while the callback is installed.
+
+        ``set_up`` calls ``read``, unless the loop keeps the data that it has.
+        """
+        held = ExitStack()  # what ``read`` enters, to the end of ``set_up``
 
         def read(loader: Any) -> Any:
             if not is_installed():

@@ -2,10 +2,11 @@
 
 A window is all samples between two optimizer steps. ``TrainingData`` decides where they are cut.
 
-``Fit`` calls both kinds in this order: ``setting_up``, as often as data are loaded; ``adopt_position``;
-``begin_epoch``; ``begin_reading`` once; then ``begin_window`` for each window, ``begin_batch`` for each batch of the
-loop, and ``end_window`` if the window ``is_over`` with it. ``trial_batches`` may come before and between. ``Rewinder``
-calls ``plan_again`` after an error, and ``begin_window`` again. A ``planner`` cuts the windows.
+They are called in this order: ``setting_up``, by ``TrainingData``, as often as data are loaded; then by ``Fit``
+``adopt_position``, ``begin_epoch``, ``install`` and ``begin_reading`` once; ``begin_window`` for each window,
+``begin_batch`` for each batch of the loop, and ``end_window`` if the window ``is_over`` with it. ``trial_batches`` may
+come before and between. ``Rewinder`` calls ``plan_again`` after an error, and ``begin_window`` again. A ``planner``
+cuts the windows.
 
 Tested in tests/differential/test_differential.py.
 """
@@ -65,3 +66,10 @@ class CutWindows(ABC):
     def uncut(self) -> int:
         """The samples of a batch that is on its way to the step, which will cut it; 0 otherwise."""
         return 0
+
+    def halve_passes_of_short_samples(self) -> tuple[int, int] | None:
+        """Make passes smaller that have several samples though the limit is one of the longest; ``None`` if none has.
+
+        Return how many samples the largest pass had, and how many it may have from here on.
+        """
+        return None

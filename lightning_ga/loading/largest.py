@@ -134,7 +134,10 @@ class _Kept:
     def _is_largest(self, place: tuple[str, int], extent: int, seen: _Seen) -> bool:
         """Return whether a sample is the largest so far along an axis of a field, and then keep it."""
         known = self._largest.get(place)
-        is_larger = len(self._largest) < _PLACES if known is None else (extent, seen) > known
+        if known is None:
+            is_larger = len(self._largest) < _PLACES
+        else:
+            is_larger = (extent, seen) > known
         if is_larger:
             self._largest[place] = (extent, seen)
         return is_larger

@@ -107,7 +107,7 @@ def read_order(loader: "DataLoader[Any]", settings: SourceSettings) -> Order | N
     batches: Any = loader.batch_sampler
     sampler = batches.sampler
     world_size = settings.world_size
-    if not settings.may_shuffle:
+    if not settings.may_shuffle and not isinstance(sampler, SequentialSampler):  # Lightning replaces others
         return Sequential(partial(len, loader.dataset))  # type: ignore[arg-type]
     if type(sampler) is DistributedSampler and sampler.num_replicas == world_size:
         # Its ranks read samples in turn from one order; windows of that order need no padding to equal shares.
@@ -120,7 +120,7 @@ def read_order(loader: "DataLoader[Any]", settings: SourceSettings) -> Order | N
         return None
     if type(sampler) is SequentialSampler:
         length = partial(len, sampler.data_source)
-        if settings.must_shuffle:
+        if settings.must_shuffle and settings.may_shuffle:
             return Shuffled(length, settings.seed)
         return Sequential(length)
     if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source):
@@ -149,7 +149,7 @@ def rebatch(
 
     ``iter`` draws a seed for data workers, and must draw it once. The loop begins with a dry run, before the limit is
     known, that yields nothing, but draws all the same. The real iteration draws the same seed again, from a generator
-    as it was ``before_dry_run``. Whoever iterates once more before training puts that generator back.
+    as it was ``before_dry_run``. ``LoaderWindows._read_first`` iterates before training, and puts that generator back.
     """
     settings: dict[str, Any] = {"batch_sampler": sampler, "drop_last": False, "in_order": True}
     if not shuffle:  # Lightning re-creates loaders whose sampler looks shuffled under ``overfit_batches``

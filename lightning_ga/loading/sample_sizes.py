@@ -6,7 +6,7 @@ Tested in tests/integration/test_sample_sizes.py.
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, partial
 from itertools import chain
@@ -44,6 +44,7 @@ class SampleSizes:
         self._order = order
         self._epoch = epoch  # that the data were set up in
         self.limits: SizeLimits | None = None
+        self.most_of_short = _LARGEST  # samples of a micro-batch, however short, if one of the longest is the limit
         self._largest_that_fit = 0  # how many of the largest samples these limits were found for
         self._shared: _Shared | None = None  # what "auto" measures by, from the first time that it reads samples on
 
@@ -55,6 +56,7 @@ class SampleSizes:
     def follow(self, earlier: "SampleSizes") -> None:
         """Cut by the limits of data that were loaded before, and measure as these were."""
         self.limits = earlier.limits
+        self.most_of_short = earlier.most_of_short
         self._largest_that_fit = earlier._largest_that_fit
         self._shared = earlier._shared
 
@@ -93,8 +95,11 @@ class SampleSizes:
         new = [each for each in indices if each not in self._sizes]  # no earlier epoch had these
         if new:
             self._sizes.update(zip(new, self._read(new)))
+            vars(self).pop("by_size", None)  # is sorted anew when it is asked for
         sizes = array("q", map(self._sizes.__getitem__, indices))
         limits = self.limits.lowered(epoch.micro_batch, of=self._largest_that_fit)
+        if epoch.micro_batch == 1:
+            limits = replace(limits, samples=min(limits.samples, self.most_of_short))
         return plan_by_size(plan, epoch, sizes, limits)
 
     def _read(self, indices: Sequence[Any]) -> "array[int]":

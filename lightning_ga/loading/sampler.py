@@ -75,4 +75,4 @@ def listed(indices: Any) -> list[Any]:
     """Return indices as plain values."""
     if isinstance(indices, torch.Tensor):
         return indices.tolist()
-    return list(indices)
+    return [each.item() if isinstance(each, torch.Tensor) and each.dim() == 0 else each for each in indices]

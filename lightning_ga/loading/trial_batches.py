@@ -223,7 +223,7 @@ class CutTrials:
 
     @property
     def most(self) -> int:
-        """Samples of the largest micro-batch; of a batch that has fewer than were planned for it, those that it has."""
+        """Samples of the largest micro-batch on any rank; if this batch has lost some, those that are left in it."""
         lacks_samples = self._held < self._planned
         return self._held if lacks_samples else self._most
 
@@ -289,8 +289,9 @@ def _traits(sample: Any) -> tuple[float, ...]:
         if values.is_floating_point():
             ignored += int(values.isnan().sum())
         elif values.numel():
-            ignored += int((values < 0).sum())
-            labels += values.double().mean().item()
+            numbers = values.double()  # unsigned types compare with nothing
+            ignored += int((numbers < 0).sum())
+            labels += numbers.mean().item()
     fields = dict(open_container(sample) or ()).values()
     labels += sum(value for value in fields if isinstance(value, int))
     return size, ignored, labels

@@ -223,8 +223,10 @@ def _places(blocks: MemoryTrace, tensors: MemoryTrace) -> list[int] | None:
             found += 1
     if not found or found < _MIN_FOUND * len(_made(tensors)):
         return None
-    before = 0
+    before = 0  # tensors that were made before a block without one
     for number in made:
-        before += places[number] > 0
-        places[number] = places[number] or -1 - before
+        if places[number]:
+            before += 1
+        else:
+            places[number] = -(before + 1)
     return places

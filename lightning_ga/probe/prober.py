@@ -144,8 +144,9 @@ class Prober:
         if not self._training.agree(trial.fits and self._is_as_known(trial, known)):
             return None
         peak = known.peak_bytes
-        if limit != known.limit:
+        if limit != known.limit:  # what was timed may be larger
             peak = trial.peak_bytes
+            known = replace(known, fastest=None, timings=())
         holders = None
         if not cautious:
             holders = self._trials.holders.at(limit, peak)
@@ -207,17 +208,22 @@ class Prober:
         can_warm_up = self._meter.allocator is None and has_room and self._training.updates_in_proportion()
         if not self._training.agree(can_warm_up):
             return None
-        for _ in range(2):  # if a parameter turns out to have no gradient, the second warm-up looks first
-            if not self._is_warmed_up():
-                break
-            step = self._trials.run(self._training.first_sizes(high)[0], record=True)
-            if not step.trial.fits:
-                break
-            if self._training.agree(self._training.reached_all):
-                return step
+        step = self._step_after_warm_up(high)
+        if step is not None and not self._training.agree(self._training.reached_all):
             self._training.forget()
-        self._training.forget()
-        return None
+            step = self._step_after_warm_up(high)  # now it is seen first which parameters have gradients
+            if step is not None and not self._training.agree(self._training.reached_all):
+                step = None
+        if step is None:
+            self._training.forget()
+        return step
+
+    def _step_after_warm_up(self, high: int) -> Step | None:
+        """Make the optimizer's state and run a step; ``None`` if one of both fails."""
+        if not self._is_warmed_up():
+            return None
+        step = self._trials.run(self._training.first_sizes(high)[0], record=True)
+        return step if step.trial.fits else None
 
     def _first_step(self, high: int) -> Step | None:
         """Run a step of two samples if these fit, in which the optimizer makes its state; ``None`` if none fits."""

@@ -39,7 +39,7 @@ class Search:
     With several ranks, each keeps a search of its own and all run the smallest proposal: it ends at the limit of all.
     """
 
-    def __init__(self, task: Task, sizes: tuple[int, ...] = (4, 8)) -> None:
+    def __init__(self, task: Task, sizes: tuple[int, ...]) -> None:
         self.task = task
         self._sizes = sizes  # to trace, in rising order
         self._steps: list[Step] = []  # in order
@@ -121,8 +121,8 @@ class Search:
         is_still_misled = not self._steps[-1].trial.fits or guess >= self.ceiling
         if failures > 1 and is_still_misled:  # the curve has led too far twice, and no step has corrected it
             return middle
-        spared = self.ceiling - int(BACKOFF_AFTER_FAILURE * self.ceiling)
-        return min(guess, max(middle, min(self.ceiling - 1, spared)))
+        below_failure = self.ceiling - max(1, int(BACKOFF_AFTER_FAILURE * self.ceiling))
+        return min(guess, max(middle, below_failure))
 
     def _approach(self) -> int:
         """Return a larger size that is not near the budget: needed only if the streams do not align."""

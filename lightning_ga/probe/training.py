@@ -1,6 +1,5 @@
 """A training to probe: its steps, what is alive when they begin, and how it is put back after them."""
 
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from itertools import chain
@@ -113,10 +112,17 @@ class ProbedTraining:
 
     def smallest(self, value: int) -> int:
         """Return the smallest value over ranks, from answers of ``agree`` alone: all ranks ask the same questions."""
-        bound = 1
-        while self.agree(value >= bound):
-            bound *= 2
-        return bisect_left(range(bound), True, bound // 2 + 1, key=lambda size: not self.agree(value >= size)) - 1
+        beyond = 1
+        while self.agree(value >= beyond):
+            beyond *= 2
+        smallest = beyond // 2  # all ranks have at least that, and some less than ``beyond``
+        while smallest + 1 < beyond:
+            middle = (smallest + beyond) // 2
+            if self.agree(value >= middle):
+                smallest = middle
+            else:
+                beyond = middle
+        return smallest
 
     def largest(self, value: int) -> int:
         """Return the largest value over ranks, in the same way."""

@@ -87,7 +87,7 @@ class Logging(pl.LightningModule):
         self.log("max", errors.max(), on_step=True, reduce_fx=torch.max, **shared)
         self.log_dict({"min": errors.min(), "constant": 3.0}, on_step=True, reduce_fx="min", **shared)
         self.log("counted", loss.detach(), on_step=True, batch_size=int(weights.sum()), **shared)
-        self.log("as in the loader", loss.detach(), on_step=True, batch_size=EFFECTIVE, **shared)
+        self.log("as in the loader", loss.detach(), on_step=True, batch_size=torch.tensor(EFFECTIVE), **shared)
         self.log("by epoch", errors.mean())
         if self.calls == self.fails:
             with out_of_memory_at(1):

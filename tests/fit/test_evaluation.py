@@ -397,3 +397,19 @@ def test_loaders_that_are_loaded_again_are_cut_by_their_own_samples() -> None:
     trainer = quiet_trainer(AutoAccumulate(verify=False), max_epochs=2, reload_dataloaders_every_n_epochs=1)
     trainer.fit(module, loader_of_rows())
     assert module.shapes == [(4, FEATURES), (4, FEATURES), (FEATURES, 4), (FEATURES, 4)]
+
+
+class Unlike(Evaluated):
+    """Memory runs out in the first batch."""
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 0 and len(batch["x"]) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return batch["x"].mean()
+
+
+def test_a_later_batch_that_cannot_be_cut_runs_whole() -> None:
+    """It fits: an error of an earlier one says nothing of it."""
+    batches = [{"x": torch.ones(8, 1), "y": torch.ones(8)}, {"x": torch.ones(3, 1), "y": torch.ones(2)}]
+    with pytest.warns(UserWarning, match="Memory ran out in test with 8 samples"):
+        quiet_trainer(AutoAccumulate()).test(Unlike(), DataLoader(batches, batch_size=None), verbose=False)  # type: ignore[arg-type]

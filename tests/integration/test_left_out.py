@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from reference import Regression, Samples, fit
+from reference import Regression, Samples, SaveAt, fit
 from torch.utils.data import DataLoader
 
 from lightning_ga import AutoAccumulate, UserError
@@ -98,3 +98,24 @@ def test_the_effective_batch_of_accumulate_is_that_of_the_plan(mode: str) -> Non
     effective = 32 if mode == "step" else 8
     assert callback.plan.effective_batch_size == effective
     assert callback._fit.data.windows.planner.effective(0) == effective
+
+
+@pytest.mark.parametrize("mode", ["loader", "step"])
+@pytest.mark.parametrize("refused", [4, 12])
+def test_only_the_window_of_a_sample_that_is_left_out_has_smaller_passes(
+    refused: int, mode: Any, tmp_path: Path
+) -> None:
+    """Also if it is the last of an epoch, and in a run that is resumed after it."""
+    module = Refusing(refused)
+    train(module, samples=16, micro_batch_size=4, micro_batching=mode)
+    sizes = [len(indices) for _, indices in module.micro_batches]
+    assert sizes.count(4) == 3
+    saved, later = tmp_path / "saved.ckpt", Regression()
+    callback = AutoAccumulate(on_oom="skip", verify=False, micro_batch_size=4, micro_batching=mode)
+    loader = DataLoader(Samples(16), batch_size=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fit(loader, callback, SaveAt(saved, 4), module=Refusing(refused), max_epochs=1)
+        again = AutoAccumulate(on_oom="skip", verify=False, micro_batch_size=4, micro_batching=mode)
+        fit(loader, again, module=later, max_epochs=2, ckpt_path=saved)
+    assert {len(indices) for _, indices in later.micro_batches} == {4}

@@ -186,3 +186,12 @@ def test_a_checkpoint_is_asked_for_what_its_objective_has_found(saved: str, resu
     assert callback.probe is not None
     assert callback.probe.source == ("probe" if (saved, resumed) == ("memory", "throughput") else "checkpoint")
     assert (callback.probe.fastest is None) == (resumed == "memory")
+
+
+def test_what_was_timed_does_not_outlive_a_smaller_limit() -> None:
+    first = run(objective="throughput").probe
+    assert first is not None
+    assert first.fastest is not None
+    found = run(objective="throughput", max_micro_batch_size=3).probe
+    assert found is not None
+    assert (found.limit, found.fastest or 3, found.source) == (3, 3, "cache")

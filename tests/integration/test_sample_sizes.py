@@ -331,3 +331,54 @@ def test_columns_of_data_frames_are_read_by_place() -> None:
     assert callable(size_of)
     assert [size_of(data, place) for place in range(3)] == [10, 20, 30]
     assert _column(data, "number") == "number"
+
+
+LENGTHS = [16] * 8 + [1] * 24
+
+
+class Shorts(Dataset):
+    """A few long samples, and many short ones."""
+
+    def __len__(self) -> int:
+        return len(LENGTHS)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((LENGTHS[index],), float(index))
+
+
+class RunsOut(pl.LightningModule):
+    """Cannot run one of the short samples with as many others, in its first epoch."""
+
+    def __init__(self, others: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+        self.others = others
+        self.passes: list[list[int]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        numbers = batch[:, 0].long().tolist()
+        if 20 in numbers and len(numbers) > self.others and self.current_epoch == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        self.passes.append(numbers)
+        return (self.weight * batch[:, 0]).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+@pytest.mark.loader_only(reason="the loader alone cuts by size")
+@pytest.mark.filterwarnings("ignore:Memory ran out in training:UserWarning")
+@pytest.mark.parametrize(("on_oom", "others"), [("split", 3), ("skip", 0)])
+def test_many_short_samples_are_no_sample_alone(on_oom: Any, others: int, tmp_path: Path) -> None:
+    """As many tokens as the longest sample has: their passes become smaller, and one is left out if it fails alone."""
+    collate = partial(pad_sequence, batch_first=True, padding_value=-1.0)
+    loader = DataLoader(Shorts(), batch_size=8, collate_fn=collate)
+    callback = AutoAccumulate(32, micro_batch_size=4, on_oom=on_oom, size_of=lambda _, i: LENGTHS[i], verify=False)
+    module = RunsOut(others)
+    fit(loader, callback, module=module, max_epochs=2, default_root_dir=tmp_path)
+    first = {*range(32)} - ({20} if on_oom == "skip" else set())
+    assert {*chain.from_iterable(module.passes[-32 - 3 :])} >= first
+    second = module.passes[-3:] if on_oom == "skip" else module.passes[-2:]
+    if on_oom == "skip":
+        assert (tmp_path / "skipped.csv").read_text().splitlines()[1].startswith("0,0,20,20,")
+        assert sorted(chain.from_iterable(second)) == [*range(32)]  # micro-batches are as large as before

@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from reference import SizedStreamOf, StreamOf
-from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ga.loading.orders import Sequential
@@ -224,3 +224,26 @@ def test_ranks_with_orders_of_their_own_share_none() -> None:
     assert read_order(DataLoader(range(SIZE), 3, sampler=theirs), settings_of(3)) is None
     assert read_order(DataLoader(range(SIZE), 3), settings_of(2, shard=False)) is None
     assert read_order(DataLoader(range(SIZE), 3), settings_of(2)) is not None
+
+
+class Backwards(SequentialSampler):
+    """Counts down."""
+
+    def __iter__(self) -> Any:
+        return iter(range(len(self.data_source) - 1, -1, -1))
+
+
+@pytest.mark.parametrize(
+    ("sampler", "expected"),
+    [
+        (Backwards(range(12)), [*range(11, -1, -1)]),
+        (SequentialSampler(range(5)), [*range(5)]),
+        (RandomSampler(range(12)), [*range(12)]),
+    ],
+)
+def test_lightning_keeps_a_sequential_sampler_that_is_not_to_shuffle(sampler: Any, expected: list[int]) -> None:
+    """Under ``overfit_batches``: others it replaces by the order of the dataset."""
+    loader = DataLoader(range(12), 3, sampler=sampler)  # type: ignore[arg-type]
+    order = read_order(loader, SourceSettings(1, 1, 0, 7, may_shuffle=False))
+    assert order is not None
+    assert [*order.draw(0)] == expected

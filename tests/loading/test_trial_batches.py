@@ -205,3 +205,11 @@ def test_the_first_part_is_padded_less_whatever_the_multiple(lengths: tuple[int,
     first, second = telling.parts
     assert len(first) % multiple == 0
     assert first.shape[1] < second.shape[1] == 9
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int64, torch.bool])
+def test_labels_of_any_type_tell_samples_apart(dtype: torch.dtype) -> None:
+    labels = [(torch.zeros(3), torch.tensor(n % 2).to(dtype)) for n in range(8)]
+    telling = trials_of(DataLoader(labels, 4)).batch_in_two_parts(4, lambda batch: batch)  # type: ignore[arg-type]
+    assert telling is not None
+    assert [{int(label) for label in part[1]} for part in telling.parts] == [{0}, {1}]

@@ -111,7 +111,7 @@ class Judgement:
         The questions, in their order: are they the same? If not, is it BatchNorm alone? Or does the second part depend
         on random numbers or on what the first has left? Else ``_named`` looks at the loss.
         """
-        enough = math.inf if self._layers else self._tolerance  # with BatchNorm, ``_of_loss`` tells the cause
+        enough = math.inf if self._layers else self._tolerance  # with BatchNorm the error alone: ``_of_loss`` has more
         found = self._differences(whole, first, second, enough=enough)
         is_exact = found.error <= self._tolerance
         if is_exact and not self._passes.changed:
@@ -217,9 +217,8 @@ def judge_chunks(passes: Passes, chunked: "ChunkedModules", batch: CutBatch, tol
             )
     if norm(_finite(whole, _ITS_GRADIENT)) == 0:
         return Exactness(None, tolerance, "unmeasured", reason=_NO_GRADIENT, has_gradient=False)
-    passes.run(
-        batch.parts[1]
-    )  # in whole passes ``Chunks`` notes which arguments keep their length: these have no samples
+    # A whole pass over fewer samples shows ``Chunks`` which arguments keep their length.
+    passes.run(batch.parts[1])
     error = distance(whole, _finite(gradient(in_two), "its gradient in chunks"))
     if error <= tolerance:
         return Exactness(error, tolerance, "exact")
