@@ -127,6 +127,7 @@ class StepWindows(CutWindows):
     def begin_window(self) -> None:
         """Set the factor of the window that the loop has come to."""
         self.batches = []
+        self._last = None  # it takes memory
         if self._place.skips_backward:
             return
         self._passes.begin_window()

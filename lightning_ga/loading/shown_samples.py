@@ -7,6 +7,7 @@ import pickle
 import tempfile
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,12 +42,20 @@ class ShownSamples:
 def _collate_and_show(collate: Callable[[Any], Any], file: Path, most: int, samples: list[Any]) -> Any:
     """Collate samples; write a few of them to a file that is there and empty."""
     worker = get_worker_info()
-    if (worker is None or worker.id == 0) and file.exists() and not file.stat().st_size:
+    is_first_worker = worker is None or worker.id == 0
+    if is_first_worker and _is_awaited(file):
         few = attempt(_pickled, lambda _: True, samples[:most]).result
         part = file.with_suffix(".part")
         part.write_bytes(few or pickle.dumps([]))
         part.replace(file)  # whoever looks sees all or nothing
     return collate(samples)
+
+
+def _is_awaited(file: Path) -> bool:
+    """Return whether a file is there and empty: it is removed once it has been read."""
+    with suppress(FileNotFoundError):
+        return file.stat().st_size == 0
+    return False
 
 
 def _pickled(samples: list[Any]) -> bytes:

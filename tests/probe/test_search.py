@@ -159,7 +159,7 @@ def test_what_is_approached_from_below_never_runs_out_of_memory(stream, high, da
 
     device = Unaligned(stream, 0)
     device.budget = data.draw(st.integers(device.trace(8).peak(), device.trace(high + 20).peak() + 1))
-    search = run(device, Search(Task(high, device.budget, is_cautious=True)))
+    search = run(device, Search(Task(high, device.budget, is_cautious=True), (4, 8)))
     assert search.ceiling == high + 1
     assert search.predicted <= device.limit(high)
 
@@ -199,7 +199,7 @@ def test_the_bound_of_a_small_step_is_above_the_peak_of_a_large_one(
 
 def test_the_most_that_is_of_use_is_no_size_that_failed() -> None:
     """After many trials, nearly as much as failed is enough; nearly as much as is asked about is not."""
-    search = Search(Task(100, 10**9, rounding=512))
+    search = Search(Task(100, 10**9, rounding=512), (4, 8))
     for samples in (4, 8, 16, 60, 96):
         search.record(Step(Trial(samples, 512 * samples, True, 0.0), ()))
     assert search.propose()[0] == 100
