@@ -305,7 +305,7 @@ class LoaderWindows(CutWindows):
         found = []
         if self.planner.keeps_batches and self.planner.plan.factor > 1:
             found.append("the samples of two batches were not seen to be collated to one, so each batch is a pass")
-        every = self._trainer.val_check_interval
+        every = getattr(self._trainer, "val_check_interval", None)  # validation may be due by time
         if self._recipe_is_clock and isinstance(every, int):
             samples = self._source.recipe.samples_of(every)
             if samples % self.planner.inputs.schedule.largest != 0:
