@@ -6,7 +6,6 @@ Tested in tests/integration/test_noise_scale.py.
 from collections import deque
 from itertools import chain
 from math import isfinite
-from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -57,7 +56,7 @@ class NoiseScale(Callback):
         self._norms = []
         for layer in pl_module.modules():
             if isinstance(layer, NORMS):
-                self._norms += filter(attrgetter("requires_grad"), layer.parameters(recurse=False))
+                self._norms += [each for each in layer.parameters(recurse=False) if each.requires_grad]
         problem = self._problem(trainer, pl_module, fit)
         if problem is not None:
             raise UserError(f"NoiseScale cannot measure here: {problem}.")
@@ -71,7 +70,7 @@ class NoiseScale(Callback):
             return "BatchNorm makes the samples of a micro-batch depend on each other"
         if ranks.is_sharded(trainer):
             return "the strategy shards gradients"
-        groups = chain.from_iterable(map(attrgetter("param_groups"), trainer.optimizers))
+        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
         if getattr(trainer.precision_plugin, "scaler", None) and any(group.get("fused") for group in groups):
             return "a fused optimizer gets gradients that the GradScaler has scaled: set fused=False"
         if not self._norms:
@@ -101,7 +100,7 @@ class NoiseScale(Callback):
         self._passes = []
         whole = sum(float(each.grad.float().square().sum()) for each in self._norms if each.grad is not None)
         of_ranks = [*chain.from_iterable(ranks.of_all_ranks(trainer, known))]
-        ran_once = self._gradients.weights.reached == sum(map(itemgetter(0), known))
+        ran_once = self._gradients.weights.reached == sum(count for count, _ in known)
         if len(of_ranks) > 1 and ran_once:
             moments = window_moments(of_ranks, whole)
             if all(map(isfinite, moments)):

@@ -217,7 +217,7 @@ class BackgroundWriter(AtomicCheckpointIO):
 
     def __reduce__(self) -> Any:
         """Return how other processes and copies make theirs: with a thread of its own."""
-        return BackgroundWriter, ()
+        return type(self), ()
 
 
 def host_copy(checkpoint: dict[str, Any]) -> Any:
@@ -225,9 +225,8 @@ def host_copy(checkpoint: dict[str, Any]) -> Any:
 
     All is pickled as by ``torch.save``, but for the storages of tensors: each is copied once, if several share it.
     """
-    copies: dict[
-        int, torch.UntypedStorage
-    ] = {}  # by address, which no other storage gets: the pickler keeps the tensor
+    # By address, which no other storage gets meanwhile: the pickler keeps the tensor.
+    copies: dict[int, torch.UntypedStorage] = {}
 
     def stand_in(value: Any) -> tuple[int, torch.dtype] | None:
         if not isinstance(value, TypedStorage):

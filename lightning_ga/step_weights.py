@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import compress, filterfalse
+from itertools import compress
 from typing import Any
 
 import torch
@@ -89,22 +89,22 @@ def _one_step(columns: "_Columns", previous: Tensor | None, start: int) -> tuple
     stop = start + columns.seen.read
     found = _explained(columns, previous, range(start, stop))
     weights = found.weights
-    used = [*filter(weights.get, weights)]
+    used = [place for place, weight in weights.items() if weight]
     if used and not reads.is_exact:  # later ones may not have been read
         stop = used[-1] + 1
     read = [*weights][: stop - start]
     epoch = max(read, default=0)
     epoch -= epoch % len(reads.batches)  # the first place of the epoch in which the step is
     before = range(start, epoch)
-    lost = [*filterfalse(weights.get, before)]
-    late = [*filter(weights.get, before)]  # from the epoch before, though this one has begun
+    lost = [place for place in before if not weights[place]]
+    late = [place for place in before if weights[place]]  # from the epoch before, though this one has begun
     places = late + read[len(before) :]
     sizes = [float(reads.size(reads[place])) for place in places]
     own = sizes[len(late) :]
     total = sum(own) or 1.0
     step = AuditStep(
         micro_batches=tuple(map(reads.number, places)),
-        weights=tuple(map(weights.__getitem__, places)),
+        weights=tuple(weights[place] for place in places),
         wanted=(0.0,) * len(late) + tuple(size / total for size in own),
         sizes=tuple(sizes),
         residual=found.residual,
@@ -141,7 +141,7 @@ def _explained(columns: "_Columns", previous: Tensor | None, read: range) -> _Fi
 
 def _fitted(columns: "_Columns", previous: Tensor | None, places: range) -> _Fitted:
     """Fit the weights of micro-batches, and that of the gradient of the step before if they do not explain all."""
-    known = [*map(columns.__getitem__, places)]
+    known = [columns[place] for place in places]
     weights, residual = fit_weights(known, columns.gradient)
     carried = 0.0
     if residual > EXPLAINED and previous is not None and len(previous) == len(columns.gradient):

@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     show_traceback = TRACEBACK in arguments or os.environ.get(FULL_ERROR) == "1"
     try:
         check_words(arguments, options())
-        arguments = in_order([*filter(TRACEBACK.__ne__, arguments)])
+        arguments = in_order([argument for argument in arguments if argument != TRACEBACK])
         if str(Path.cwd()) not in sys.path:  # for the user's own package, as ``python -m`` does
             sys.path.insert(0, str(Path.cwd()))
         run_hydra(arguments, show_traceback)

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from itertools import filterfalse
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +41,9 @@ def run_apart(folder: Path, arguments: Sequence[str]) -> Mapping[str, Any]:
 def words_of_job(folder: Path, arguments: Sequence[str]) -> list[str]:
     """The command line of this job alone: its overrides, in its folder, which the sweep has looked at."""
     own: Any = HydraConfig.get()
-    options = filterfalse(is_override, arguments)
     task: Any = OmegaConf.to_container(own.overrides.task, resolve=False)
-    words = [*filterfalse(("-m", "--multirun").__contains__, options), *task]
+    words = [word for word in arguments if not is_override(word) and word not in ("-m", "--multirun")]
+    words += task
     quoted = str(folder).replace("\\", "\\\\").replace('"', '\\"')
     words += [f'hydra.run.dir="{quoted}"', f"hydra.job.num={own.job.num}"]
     if "own_folder" in own.callbacks:

@@ -48,7 +48,7 @@ def intercepted_closures(trainer: Any, wrap: Callable[..., Callable[..., Any]], 
 
 
 def zero_gradients(trainer: Any, batch_idx: int) -> bool:
-    """Zero the gradients as Lightning does for a batch; return whether a hook of the module's own leaves any."""
+    """Let a module's own hook zero the gradients, if it has one; return whether it leaves any."""
     module = trainer.lightning_module
     if type(module).optimizer_zero_grad is LightningModule.optimizer_zero_grad:
         return False

@@ -178,7 +178,7 @@ class Rewinder:
             memory = describe_memory(self._trainer.strategy.root_device)
             failure.add_note(messages.IN_THE_TRANSFER.format(samples=uncut, memory=memory))
             raise failure
-        of_short_samples = None  # samples of the largest pass, and those of a smaller one, if that is the remedy
+        of_short_samples = None  # samples of the largest pass, before and after, if that is the remedy
         if failed == 1 and not is_ambiguous_out_of_memory(failure):
             of_short_samples = self._windows.halve_passes_of_short_samples()
         at_most = failed  # also after a last remedy
@@ -188,8 +188,8 @@ class Rewinder:
         messages.end_run_if(retry_once(self._undo), self._trainer, "training", messages.CHANGED, failure)
         fits = self._remedies.lower(failed, at_most=at_most)  # trial steps, which need the state from before
         self._windows.plan_again()
-        had, have = of_short_samples or (failed, fits)
-        self._reporter.add(self._reporter.survived("training", had, have, self._limit.unit))
+        before, after = of_short_samples or (failed, fits)
+        self._reporter.add(self._reporter.survived("training", before, after, self._limit.unit))
 
     def _undo(self) -> str | None:
         """Put back what the window's passes have changed; return what cannot be put back."""

@@ -421,11 +421,13 @@ class Reloads(Plain):
         return DataLoader(Samples(64), batch_size=64 if self.current_epoch else 8)
 
 
-@pytest.mark.parametrize("room", [None, 2 * ROOM])
-def test_batches_that_are_loaded_later_are_asked_about_themselves(room: int | None) -> None:
+@pytest.mark.parametrize("budget", [None, "1GiB"])
+def test_batches_that_are_loaded_later_are_asked_about_themselves(budget: str | None) -> None:
     """Not about the last batch of the loader before."""
     SIZES.clear()
-    callback = AutoAccumulate(micro_batching="step", cache=False, verify=False)
-    with nullcontext() if room is None else limit_memory(room):
-        fit(None, callback, module=Reloads(), max_epochs=2, reload_dataloaders_every_n_epochs=1)
+    callback = AutoAccumulate(micro_batching="step", cache=False, verify=False, memory_budget=budget)
+    fit(None, callback, module=Reloads(), max_epochs=2, reload_dataloaders_every_n_epochs=1)
     assert SIZES[-1] == 64
+    if budget is None:
+        assert callback.fits is not None
+        assert callback.fits.samples == 64

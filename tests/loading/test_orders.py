@@ -230,3 +230,10 @@ def test_what_cannot_be_copied_or_is_shared_is_put_back() -> None:
         sampler.state["epoch"] += 1
         data.epoch += 1
     assert (sampler.state, data.epoch) == ({"epoch": 0}, 0)
+
+
+def test_indices_in_tensors_are_plain_numbers() -> None:
+    """Samples are known by them: two tensors of one number are not the same."""
+    assert listed(iter(torch.tensor([2, 0, 1]))) == [2, 0, 1]
+    assert {*map(type, listed(iter(torch.tensor([2, 0, 1]))))} == {int}
+    assert listed(["a", (1, 2)]) == ["a", (1, 2)]
