@@ -84,7 +84,7 @@ class OomReporter:
         steps = counted(int(self._trainer.global_step), "optimizer step")
         memory = describe_memory(self._trainer.strategy.root_device)
         what = "The window" if stage == "training" else "The batch"
-        how = f"in {unit} of at most {fits} samples, and so are later ones"
+        how = f"in {unit} of at most {fits} samples, and so are later ones if these fit"
         is_last_remedy = fits == samples  # it has left the limit as it was (``Remedies``)
         if is_last_remedy:
             how = "with submodules computed again in the backward pass, or without that sample"

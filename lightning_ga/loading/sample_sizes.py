@@ -4,7 +4,7 @@ Tested in tests/integration/test_sample_sizes.py.
 """
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -63,6 +63,12 @@ class SampleSizes:
     @cached_property
     def _sizes(self) -> dict[Any, int]:
         pool = self._order.pool(self._epoch)
+        first = next(iter(pool), None)
+        if not isinstance(first, Hashable):
+            raise UserError(
+                f"The sampler yields {first!r}, a {type(first).__name__}, and size_of= needs an index for each sample: "
+                "let it yield single indices, or leave size_of= out."
+            )
         return dict(zip(pool, self._read(pool)))
 
     @property

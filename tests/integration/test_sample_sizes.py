@@ -226,6 +226,22 @@ def test_data_whose_sizes_are_not_known_are_refused(size_of: Any, told: str) -> 
         fit(DataLoader(Nameless(), 2), AutoAccumulate(micro_batch_size=1, size_of=size_of))
 
 
+class Pairs(Sampler[Any]):
+    """Yields two indices at a time."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([[0, 1], [2, 3], [4, 5], [6, 7]])
+
+
+@pytest.mark.parametrize("size_of", [length, "auto"])
+def test_a_sampler_that_yields_lists_is_refused(size_of: Any) -> None:
+    with pytest.raises(UserError, match=r"yields \[0, 1\], a list, and size_of= needs an index for each sample"):
+        fit(DataLoader(Nameless(), 2, sampler=Pairs()), AutoAccumulate(micro_batch_size=1, size_of=size_of))
+
+
 def test_an_error_of_size_of_names_it_and_the_index() -> None:
     with pytest.raises(KeyError) as caught:
         fit(DataLoader(Nameless(), 2), AutoAccumulate(size_of=lambda data, index: {0: 1, 1: 1}[index]))
