@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# lion-pytorch 0.2.5, Lion(..., decoupled_weight_decay=True): weight_decay then is the share of a weight that a step takes
-# at the initial learning rate. That rate is the argument lr, 1e-4 if it is left out, also for groups of parameters that
-# have a rate of their own. So the decay of a group is wrong by its rate over the argument. With lr=1e-2 in the groups
-# alone it is a hundred times too large, and turns each weight round at every step.
+# lion-pytorch 0.2.5, Lion(..., decoupled_weight_decay=True): weight_decay then is the share of a weight that a step
+# takes at the initial learning rate. That rate is the argument lr, 1e-4 if it is left out, also for groups of
+# parameters that have a rate of their own. So the decay of a group is wrong by its rate over the argument. With lr=1e-2
+# in the groups alone it is a hundred times too large, and turns each weight round at every step.
 #
 # Seen, weight_decay=0.1 and gradients of zero: lr=1e-2 as the argument takes the weight from 1 to 0.9 and 0.81; as the
 # only group's lr from 1 to -9 and 81. With the argument lr=1e-3, groups of 1e-4 and 1e-2 lose 0.01 and 1 of it.

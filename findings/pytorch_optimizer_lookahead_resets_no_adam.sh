@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# pytorch_optimizer 4.1.0, Lookahead(optimizer, pullback_momentum="reset") or "pullback", by its page the handling of the
-# momentum when the weights go back to the slow ones: only a state named momentum_buffer is handled. Adam and its
+# pytorch_optimizer 4.1.0, Lookahead(optimizer, pullback_momentum="reset") or "pullback", by its page the handling of
+# the momentum when the weights go back to the slow ones: only a state named momentum_buffer is handled. Adam and its
 # relatives, most of the optimizers of this package among them, keep theirs as exp_avg. For these, both choices do
 # nothing but store a momentum_buffer that nobody reads, which costs the memory of the weights, and nothing warns.
 #

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # torchdata 0.11.0, torchdata.nodes: Loader(Batcher(SamplerWrapper(RandomSampler(data)), 2)) has state_dict and
-# load_state_dict, but of the sampler only the number of samples drawn is in the state. After load_state_dict, a new order
-# is drawn and that many samples of it are skipped. So some samples are read twice in the epoch and others never, unless
-# PyTorch's generator happens to be where it was. With RandomSampler(data, generator=...), seeded in the same way in both
-# runs, the first epoch resumes rightly, and every later one goes on in the order of the first. The package's own
-# StatefulDataLoader(shuffle=True) saves the generator, and is right in all these cases.
+# load_state_dict, but of the sampler only the number of samples drawn is in the state. After load_state_dict, a new
+# order is drawn and that many samples of it are skipped. So some samples are read twice in the epoch and others never,
+# unless PyTorch's generator happens to be where it was. With RandomSampler(data, generator=...), seeded in the same way
+# in both runs, the first epoch resumes rightly, and every later one goes on in the order of the first. The package's
+# own StatefulDataLoader(shuffle=True) saves the generator, and is right in all these cases.
 #
-# Seen, twelve samples, stopped after three batches of two: 1 sample is read twice and 1 never in the first epoch, 2 and 2
-# in the second. With a seeded generator it is none in the first epoch and 3 in the second; with StatefulDataLoader none.
+# Seen, twelve samples, stopped after three batches of two: 1 sample is read twice and 1 never in the first epoch, 2 and
+# 2 in the second. With a seeded generator it is none in the first epoch and 3 in the second; with StatefulDataLoader
+# none.
 set -euo pipefail
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
