@@ -74,17 +74,15 @@ def measure_at_start(
         make = partial(_make_batch, batches, move, size, multiple)
         return _tried(trainer, make, normalize, plain=plain, begins=begins, in_step=in_step, chunked=chunked)
 
-    most = min(limit, batches.most)
+    most = whole_multiples(min(limit, batches.most), multiple)
     most_at_first = batches.most if plain else most  # a small model may begin above its limit
     unequal_parts = 3 * multiple  # two multiples and one
     size = whole_multiples(min(max(SAMPLES, unequal_parts), most_at_first), multiple)
     if size < 2:
         return unmeasured(trainer, "a micro-batch of one sample has no parts")
     found = tried(size)
-    larger = whole_multiples(min(_MORE * size, most), multiple)
-    while found is not None and not found.has_gradient and larger > size:
-        size = larger
-        larger = whole_multiples(min(_MORE * size, most), multiple)
+    while found is not None and not found.has_gradient and size < most:
+        size = min(_MORE * size, most)
         found = tried(size)
     while found is None and size >= 4:  # memory has run out
         size = whole_multiples(size // 2, multiple)
