@@ -1,8 +1,9 @@
 """Measure whether micro-batches give the gradient of the whole batch: one experiment, before training and within it.
 
 A batch of the user's own data runs through the code that trains: as a whole; in two parts, one right after the
-other; and, if the gradients differ, as a whole again with other random numbers. The gradients give the verdict. It
-cannot show effects that come between measurements, rare samples, what callbacks do, and state outside of the module.
+other; and, if the gradients differ, as a whole again: with BatchNorm that normalizes each part by itself, and with
+other random numbers. The gradients give the verdict. It cannot show effects that come between measurements, rare
+samples, what callbacks do, and state outside of the module.
 """
 
 from collections.abc import Callable
