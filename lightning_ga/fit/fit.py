@@ -9,6 +9,7 @@ from math import inf
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_ga.compat.logged_values import StepValues
 from lightning_ga.compat.loop_counters import LoopPlace
@@ -133,21 +134,37 @@ class Fit:
             )
 
     def _require_possible(self) -> None:
-        """Refuse a schedule that would fail in a later epoch, before any work is lost."""
+        """Refuse a schedule that would fail in a later epoch, before any work is lost; warn of too large a batch."""
         parts = self.parts
-        world_size = self.data.windows.planner.recipe.world_size
+        planner = self.data.windows.planner
+        world_size = planner.recipe.world_size
+        largest = 0
         for epoch in parts.progress.place.epochs:
             effective = parts.request.asked_effective(epoch)
             if effective is not None:
                 require_effective_batch(effective, world_size)
                 require_few_micro_batches(effective, parts.limit.of_first_passes, world_size)
+                largest = max(largest, effective)
+        total = planner.samples_of_epoch(parts.progress.place.epoch)
+        if total is not None and largest > total:
+            rank_zero_warn(
+                f"The effective batch of {largest:,} samples is above the {total:,} of an epoch: it is a single "
+                "optimizer step over all of them, and a larger batch changes nothing."
+            )
 
     def _begin_rates(self) -> None:
         """Scale and log the rates of a window by its effective batch."""
         plan = self.plan
         assert plan is not None, "windows begin once the data are set up"
-        if not self.parts.progress.place.skips_backward:
-            self.rates.begin_window(plan.effective_batch_size, self.data.windows.planner.recipe.effective)
+        place = self.parts.progress.place
+        if place.skips_backward:
+            return
+        planner = self.data.windows.planner
+        of_epoch = planner.samples_of_epoch(place.epoch)
+        effective = plan.effective_batch_size
+        if of_epoch is not None:  # a window ends with its epoch
+            effective = min(effective, of_epoch)
+        self.rates.begin_window(effective, planner.recipe.effective)
 
     def start_epoch(self) -> None:
         """Cut the next epoch as its schedule says; ranks agree on limit and verdict.

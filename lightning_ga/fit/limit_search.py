@@ -237,7 +237,7 @@ class LimitSearch:
         if by_speed and fastest is None:  # nothing was timed
             return None
         may_recompute = known.recomputed is None or self._options.checkpoint == "auto"
-        if not may_recompute or not still_holds(known, known.budget_bytes, tried):
+        if not may_recompute or not still_holds(known, known.budget_bytes, tried, self._parts.request.multiple):
             return None
         self.found = Found(result=replace(known, fastest=fastest, source="checkpoint", steps=0, seconds=0.0))
         return fastest or known.limit

@@ -5,8 +5,6 @@ Tested in tests/integration/test_schedules.py and tests/differential/test_differ
 
 from dataclasses import dataclass
 
-from lightning_utilities.core.rank_zero import rank_zero_warn
-
 from lightning_ga.fit.parts import FitParts
 from lightning_ga.loading.source import LoaderSource
 from lightning_ga.plan.accumulation import AccumulationPlan, ceil_div, plan_accumulation
@@ -94,17 +92,9 @@ class LoaderPlanner:
     def _schedule_of(self, epoch: int, *, steps: int, samples: int) -> PiecewiseSchedule:
         """Return the effective batches of an epoch that begins after so many steps and samples."""
         growth = self._parts.request.growth(self._micro_batch_at_start, self.recipe.world_size, steps, samples)
-        return growth or constant(self.effective(epoch))
-
-    def warn_of_large_batch(self, epochs: range) -> None:
-        """Warn if an effective batch is larger than the data."""
-        asked = max((self._parts.request.asked_effective(epoch) or 0 for epoch in epochs), default=0)
-        total = self.source.epoch(epochs.start).samples
-        if asked > total:
-            rank_zero_warn(
-                f"The effective batch of {asked:,} samples is above the {total:,} of an epoch: it is a single "
-                "optimizer step over all of them, and a larger batch changes nothing."
-            )
+        if growth is None:
+            return constant(self.effective(epoch))
+        return growth.at_most(self.source.within_epoch(growth.largest, epoch))
 
     # --- plans ---------------------------------------------------------------------------------
 

@@ -140,6 +140,16 @@ class LoaderWindows(CutWindows):
         is_as_stock = self._source.recipe.batch_size == 1 and self.planner.keeps_batches
         return self.planner.plan.has_several_passes and not is_as_stock
 
+    @property
+    def has_unequal_passes(self) -> bool:
+        """Whether micro-batches of the epoch's full windows, or of its last one, have unlike numbers of samples."""
+        plan = self._source.epoch_plan
+        for index in {plan.done, plan.count - 1} & {*range(plan.done, plan.count)}:
+            for rank in range(plan.world_size):
+                if len({*plan.window(index, rank).sizes, *plan.window(index).sizes}) > 1:
+                    return True
+        return False
+
     # --- epochs --------------------------------------------------------------------------------
 
     def _begin_epoch(self, epoch: int) -> None:
@@ -203,7 +213,6 @@ class LoaderWindows(CutWindows):
         self._first = None
         if self._iterates_for != self._iterator_inputs():
             self._iterate()
-        self.planner.warn_of_large_batch(self._place.epochs)
 
     # --- windows -------------------------------------------------------------------------------
 

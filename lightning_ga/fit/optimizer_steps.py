@@ -26,7 +26,7 @@ def optimizer_steps(trainer: Any) -> int | float:
         )
     estimate: int | float = trainer.estimated_stepping_batches  # sets the training data up if need be
     for callback in trainer.callbacks:
-        count = getattr(callback, "optimizer_steps", None)
+        count = getattr(getattr(callback, "_fit", None), "optimizer_steps", None)  # that of ``AutoAccumulate``
         if callable(count):
             steps = count()
             if steps is not None:

@@ -23,7 +23,8 @@ class WindowRates:
         self._trainer = trainer
         self._scale_lr = scale_lr
         self._are_logged = varies or scale_lr != "none"
-        self._before: list[Any] = []  # what schedulers have set, of each parameter group
+        # Of each parameter group, the rate that schedulers have set, and the scaled one; none outside of a window.
+        self._rates: list[tuple[Any, Any]] = []
         self._row: dict[str, Any] = {}  # of the running window, until it is logged
 
     def unscaled_for_schedulers(self) -> AbstractContextManager[None]:
@@ -47,8 +48,9 @@ class WindowRates:
         }
         for number, group in enumerate(self._groups()):
             if self._scale_lr != "none":
-                self._before.append(group["lr"])
-                group["lr"] = group["lr"] * rate_ratio(self._scale_lr, batch, recipe)
+                scaled = group["lr"] * rate_ratio(self._scale_lr, batch, recipe)
+                self._rates.append((group["lr"], scaled))
+                group["lr"] = scaled
             name = f"learning_rate/{number}" if number else "learning_rate"
             values[name] = group.get("lr")
         self._row = values
@@ -60,17 +62,23 @@ class WindowRates:
 
     def give_back(self) -> None:
         """Restore the rates that schedulers had set."""
-        self._write(self._groups())
-        self._before = []
+        for group, rate in zip(self._groups(), self._unscaled()):
+            group["lr"] = rate
+        self._rates = []
 
     def save(self, checkpoint: dict[str, Any]) -> None:
         """Write the rates that schedulers had set into a checkpoint from within a window."""
-        self._write(group for state in checkpoint.get("optimizer_states", ()) for group in state["param_groups"])
+        groups = [group for state in checkpoint.get("optimizer_states", ()) for group in state["param_groups"]]
+        for group, rate in zip(groups, self._unscaled()):
+            group["lr"] = rate
 
-    def _write(self, groups: Iterator[dict[str, Any]]) -> None:
-        """Write the rates of before into these groups; outside of a window there are none."""
-        for group, before in zip(groups, self._before):
-            group["lr"] = before
+    def _unscaled(self) -> list[Any]:
+        """Return the rate of each group as schedulers have set it, or as the module has since; none between windows."""
+        rates = []
+        for group, (before, scaled) in zip(self._groups(), self._rates):
+            is_ours = group["lr"] is scaled  # a rate that the module sets may have the same value
+            rates.append(before if is_ours else group["lr"])
+        return rates
 
     def _groups(self) -> Iterator[dict[str, Any]]:
         for optimizer in self._trainer.optimizers:

@@ -3,6 +3,7 @@
 Tested in tests/integration/test_true_programs.py.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -16,8 +17,8 @@ from lightning_ga.fit.limit import NO_LIMIT
 from lightning_ga.fit.parts import FitParts
 from lightning_ga.fit.training_data import TrainingData
 from lightning_ga.loading.trial_batches import TrialBatches
-from lightning_ga.plan.config import Options
-from lightning_ga.plan.exactness_verdicts import Exactness, combined, is_inexact, warning
+from lightning_ga.plan.config import Normalize, Options
+from lightning_ga.plan.exactness_verdicts import WEIGHS_ALIKE, Exactness, combined, is_inexact, warning
 
 ENOUGH_SAMPLES = 3
 """Of a measurement that replaces an "unmeasured" verdict: two, each a part, may agree by chance."""
@@ -70,17 +71,18 @@ class Verdict:
         return self._measure_samples(batches, begins=False)
 
     def _measure_samples(self, batches: TrialBatches, *, begins: bool) -> Exactness:
-        return measure_at_start(
+        found = measure_at_start(
             self._trainer,
             batches,
             BatchTransfer(self._trainer).for_trial,
-            self._options.normalize,
+            self._normalize,
             limit=self._parts.limit.samples,
             in_step=self._data.windows.in_step,
             chunked=self._parts.limit.chunked,
             begins=begins,
             multiple=self._parts.request.multiple,
         )
+        return self._with_reason(found)
 
     def _measure_batch(self, batch: Any) -> tuple[Exactness, int]:
         """Measure on a batch of training; return what was found, and on how many samples."""
@@ -94,8 +96,26 @@ class Verdict:
         if halves is None:
             return unmeasured(self._trainer, "a micro-batch of one sample has no parts"), most
         in_step = self._data.windows.in_step
-        found = measure(self._trainer, halves, normalize=self._options.normalize, begins=False, in_step=in_step)
-        return found, most
+        found = measure(self._trainer, halves, normalize=self._normalize, begins=False, in_step=in_step)
+        return self._with_reason(found), most
+
+    @property
+    def _normalize(self) -> Normalize:
+        """By what the parts of a measured batch are weighed: as training weighs micro-batches."""
+        if self._weighs_alike:
+            return _alike
+        return self._options.normalize
+
+    @property
+    def _weighs_alike(self) -> bool:
+        """Whether micro-batches that have unlike numbers of samples weigh alike."""
+        is_cut_in_loader = not self._data.windows.in_step
+        return is_cut_in_loader and self._options.normalize is None and self._data.windows.has_unequal_passes
+
+    def _with_reason(self, found: Exactness) -> Exactness:
+        if found.cause == "weighted" and self._weighs_alike:
+            return replace(found, reason=WEIGHS_ALIKE)
+        return found
 
     def agree(self) -> None:
         """Combine the verdicts of all ranks, which call this together as an epoch begins."""
@@ -124,3 +144,7 @@ class Verdict:
 
     def _warning(self) -> str | None:
         return warning(self.exactness, batch_norm=self._options.batch_norm)
+
+
+def _alike(_: Any) -> float:
+    return 1.0

@@ -58,6 +58,11 @@ class CutWindows(ABC):
         """Return the index in the dataset of the only sample of a pass of the running window; ``None`` if not known."""
         return None
 
+    @property
+    def has_unequal_passes(self) -> bool:
+        """Whether the loop's batches in a window may have unlike numbers of samples, on any rank."""
+        return False
+
     def keep(self, batch: Any) -> None:
         """Keep a batch of the loop before anything changes it, if its samples cannot be read again by their indices."""
         return

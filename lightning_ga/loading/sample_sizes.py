@@ -62,7 +62,7 @@ class SampleSizes:
 
     @cached_property
     def _sizes(self) -> dict[Any, int]:
-        pool = self._order.pool(self._epoch)
+        pool = listed(self._order.pool(self._epoch))
         first = next(iter(pool), None)
         if not isinstance(first, Hashable):
             raise UserError(

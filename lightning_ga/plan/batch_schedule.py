@@ -6,7 +6,7 @@ samples seen so far (``by_samples``), both from the start of training on.
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from inspect import signature
@@ -72,6 +72,10 @@ class PiecewiseSchedule:
         before = self._place(step, samples)
         starts = tuple(start - before for start in self.starts)
         return PiecewiseSchedule(self.name, self.unit, starts, tuple(times * count for count in self.counts))
+
+    def at_most(self, most: int) -> "PiecewiseSchedule":
+        """Return this schedule with no count above ``most``."""
+        return replace(self, counts=tuple(min(count, most) for count in self.counts))
 
     def _place(self, step: int, samples: int) -> int:
         return step if self.unit == "step" else samples

@@ -13,6 +13,11 @@ Cause = Literal["exact", "batch_norm", "sum", "coupled", "weighted", "stateful",
 INEXACT = ("batch_norm", "sum", "coupled", "weighted", "stateful")
 """Causes for which gradients differ from those of one pass, or may in a later window."""
 
+WEIGHS_ALIKE = (
+    "normalize=None weighs micro-batches alike, as Lightning does, and some have fewer samples than others: leave "
+    "normalize= out, which weighs them by their samples, or give a micro_batch_size that divides every window"
+)
+
 _MEANING: dict[Cause, str] = {
     "exact": "micro-batches gave the gradient of the whole batch, on the samples that were measured",
     "batch_norm": "{layers} normalize by the statistics of each micro-batch, not of the whole batch; GroupNorm "

@@ -212,11 +212,11 @@ class Fits:
         return f"{counted(self.samples, 'sample')} {took} {peak} of {format_bytes(self.budget_bytes)}"
 
 
-def still_holds(known: ProbeResult, budget: int, high: int) -> bool:
+def still_holds(known: ProbeResult, budget: int, high: int, multiple: int = 1) -> bool:
     """Return whether an earlier result of the same step is what a search would find now.
 
     It is not if its peak is above the budget, if less was asked for then, or if more memory is free now. Free memory is
-    never the same to the byte: up to two percent more are treated as the same.
+    never the same to the byte: up to two percent more are treated as the same. Limits are multiples of ``multiple``.
     """
     if known.peak_bytes > budget:
         return False
@@ -224,7 +224,7 @@ def still_holds(known: ProbeResult, budget: int, high: int) -> bool:
         return True
     beyond = [trial.peak_bytes for trial in known.trials if not trial.fits and trial.micro_batch_size > known.limit]
     if not beyond:
-        near = known.limit + int(_NEAR * known.limit) + 1
+        near = known.limit + max(multiple, int(_NEAR * known.limit) + 1)
         beyond = [peak for samples, peak in known.curve if known.limit < samples <= near]
         if not beyond or max(beyond) <= known.budget_bytes:
             return False

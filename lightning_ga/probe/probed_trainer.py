@@ -74,6 +74,7 @@ class ProbedTrainer(ProbedTraining):
         self.trainer = setup.trainer
         self.device = numbered(setup.trainer.strategy.root_device)
         self.batches = setup.batches
+        self.multiple = setup.multiple
         self._setup = setup
         self._restore = restore
         self.announce = announce
@@ -104,7 +105,7 @@ class ProbedTrainer(ProbedTraining):
         if self._gradients and not any(self._gradients.values()):
             return
         if not self._gradients:
-            self._runs(2)
+            any(map(self._runs, (self.few(self.batches.most), 2)))
         if not self._gradients:  # the prober will say that nothing fits
             self._gradients = dict.fromkeys(self._trained())
         if any(self._gradients.values()):
@@ -118,7 +119,7 @@ class ProbedTrainer(ProbedTraining):
 
     def first_pass(self, samples: int, meter: StepRecorder | None = None) -> None:
         """Run the first pass of a window on a few samples, in one chunk, without the optimizer's step."""
-        samples = min(samples, self.batches.most)
+        samples = whole_multiples(min(samples, self.batches.most), self.multiple)
         if self._setup.chunks is not None:
             self._setup.chunks.use(None, window=samples)
         batch, _whole = self.batch(samples)
@@ -179,10 +180,12 @@ class ProbedTrainer(ProbedTraining):
         """See what submodules would free, with the fewest samples that run: BatchNorm may refuse one."""
         self.announce("Looking for submodules to compute again …")
         self._restore()  # there are no gradients
-        found = attempt(self._survey_of, lambda error: not is_out_of_memory(error), 1).result
-        if found is None:
-            return 2, self._survey_of(2)
-        return 1, found
+        for samples in (1, 2):
+            found = attempt(self._survey_of, lambda error: not is_out_of_memory(error), samples).result
+            if found is not None:
+                return samples, found
+        few = self.few(self.batches.most)
+        return few, self._survey_of(few)
 
     def _survey_of(self, samples: int) -> Candidate:
         step = partial(self.first_pass, samples)
@@ -241,9 +244,7 @@ class ProbedTrainer(ProbedTraining):
 
     def useful(self, samples: int, limit: int) -> int:
         """Return the size of as many chunks of near-equal size, or of one fewer if these are known to fit."""
-        if self._setup.chunks is None:
-            return whole_multiples(samples, self._setup.multiple)
-        if samples <= limit:
+        if self._setup.chunks is None or samples <= limit:
             return samples
         window = self._setup.rank_samples
         most = ceil_div(window, limit) - 1 if limit else window

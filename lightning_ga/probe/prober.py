@@ -13,6 +13,7 @@ from operator import attrgetter
 from lightning_ga.errors import UserError
 from lightning_ga.memory.device import may_reserve
 from lightning_ga.memory.oom import attempt, release
+from lightning_ga.plan.accumulation import whole_multiples
 from lightning_ga.plan.records import GRADIENTS, PARAMETERS, Fits, ProbeResult, Trial, still_holds
 from lightning_ga.probe.budget import Budget, DoesNotFitError
 from lightning_ga.probe.curve import TOLERANCE, Step
@@ -48,7 +49,7 @@ class Prober:
                 high = max(1, min(high, self._tried[0].micro_batch_size - 1))
             alive, budget = self._trials.prepare()
             cautious = self._is_cautious(alive, predict_only)
-            is_valid = known is not None and still_holds(known, budget, high)
+            is_valid = known is not None and still_holds(known, budget, high, self._training.multiple)
             if self._training.agree(is_valid) and known is not None:
                 verified = self._verified(known, high, cautious=cautious)
                 if verified is not None:
@@ -65,7 +66,7 @@ class Prober:
             samples = self._training.smallest(samples)
             tried = samples
             if self._is_cautious(self._trials.prepare()[0], None):
-                tried = min(2, samples)
+                tried = self._training.few(samples)
             if tried == samples:
                 peak = self._peak_of(samples)
             else:
@@ -132,10 +133,10 @@ class Prober:
 
     def _verified(self, known: ProbeResult, high: int, *, cautious: bool) -> ProbeResult | None:
         """Try a known limit; ``None`` unless it is still valid, on all ranks."""
-        limit = self._training.smallest(min(known.limit, high))
+        limit = whole_multiples(self._training.smallest(min(known.limit, high)), self._training.multiple)
         if cautious and not self._training.agree(limit == known.limit):
             return None  # the prediction is for more samples, and none are tried
-        size = min(2, limit)  # as in the first step of a search, in which the optimizer makes its state
+        size = self._training.few(limit)  # as in the first step of a search, in which the optimizer makes its state
         if not cautious:
             self._training.see_gradients()
             self._training.warm_up()
@@ -193,7 +194,7 @@ class Prober:
             search.record(step)
         limit = search.limit
         if cautious:
-            limit = self._training.smallest(search.predicted)
+            limit = whole_multiples(self._training.smallest(search.predicted), self._training.multiple)
         if limit < 1:
             raise self._does_not_fit(alive, budget, high, cautious=cautious)
         return self._result(search, limit)
@@ -248,13 +249,14 @@ class Prober:
         taken = first.trial.peak_bytes - alive
         affordable = affordable_samples(first, budget - alive, taken=taken, rounding=rounding)
         affordable = self._training.smallest(min(max(0, affordable), 2 * high))
-        if first.samples == 1:
-            high = 1
+        for failed in self._tried:
+            high = min(high, failed.micro_batch_size - 1)
         kernels_vary = allocator is not None and not cautious
         task = Task(
             high,
             budget,
             rounding,
+            self._training.multiple,
             in_segments=allocator is not None and allocator.cuts_segments,
             has_margin=may_reserve(self._meter.device, budget + int(MARGIN * budget)),
             is_cautious=cautious,

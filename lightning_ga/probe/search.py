@@ -12,6 +12,7 @@ there the search ends when at most one sample in a hundred could be gained, or a
 from math import isqrt, sqrt
 from typing import NamedTuple
 
+from lightning_ga.plan.accumulation import ceil_div, whole_multiples
 from lightning_ga.plan.records import Method
 from lightning_ga.probe.curve import Curve, Step, fit_curve
 from lightning_ga.probe.prediction import PeakPredictor, largest_fitting
@@ -70,21 +71,40 @@ class Search:
     def propose(self) -> Proposal:
         """Return the next step to try, of a size below ``ceiling``; one of ``limit`` samples if nothing is left."""
         limit = self.limit
-        if limit + 1 >= self.ceiling:
+        following = self._following(limit)
+        if following >= self.ceiling:
             return Proposal(limit)
         needs_traces = len(self._fitting) < len(self._sizes) or self.task.is_cautious
         for size in self._sizes:
             if limit < size < self.ceiling:
-                return Proposal(size, needs_traces)
+                return Proposal(self._whole(size), needs_traces)
         if self.task.is_cautious:
-            return Proposal(self._approach(), needs_traces)
+            return Proposal(self._whole(self._approach()), needs_traces)
         guess = self._guess()
         if self.task.rounding > 1 and self._is_enough(guess):
             return Proposal(limit)
         record = needs_traces or self._may_be_more(guess)
         if guess <= limit and not self._is_proven():
-            guess = limit + 1
-        return Proposal(guess, record)
+            guess = following
+        return Proposal(self._whole(guess), record)
+
+    def _following(self, size: int) -> int:
+        """Return the next larger size that micro-batches may have."""
+        above = size + 1
+        if above < self.task.multiple:
+            return above
+        return ceil_div(above, self.task.multiple) * self.task.multiple
+
+    def _whole(self, size: int) -> int:
+        """Return the largest multiple up to a size; if that is no news, the next one above the limit.
+
+        It stays at the limit where more is not safe, or is known not to fit.
+        """
+        whole = whole_multiples(size, self.task.multiple)
+        is_over = size <= self.limit or self.task.is_cautious or self._is_proven()
+        if whole > self.limit or is_over:
+            return whole
+        return self._following(self.limit)
 
     def _guess(self) -> int:
         """Guess the limit from the predicted curve and from the trials that contradict it."""
@@ -228,7 +248,13 @@ class Search:
         if self._curve is None or self._replay is None:
             return ()
         end = max(limit + 1, limit * 5 // 4)
-        sizes = {1, limit, limit + 1, *(1 + (end - 1) * part // CURVE_POINTS for part in range(CURVE_POINTS + 1))}
+        sizes = {
+            1,
+            limit,
+            limit + 1,
+            self._following(limit),
+            *(1 + (end - 1) * part // CURVE_POINTS for part in range(CURVE_POINTS + 1)),
+        }
         return tuple((size, self._curve.needs(size)) for size in sorted(sizes))
 
     @property

@@ -6,7 +6,7 @@ smaller one leaves memory for other work. Pure: timings come in as a function.
 
 from collections.abc import Callable, Iterable
 
-from lightning_ga.plan.accumulation import ceil_div
+from lightning_ga.plan.accumulation import ceil_div, micro_batch_sizes, split_share, usable_multiple
 from lightning_ga.plan.records import Timing
 
 SLOWER = 1.03  # times the best window: as fast
@@ -15,9 +15,9 @@ _REFINEMENTS = 3
 
 
 def time_windows(
-    pass_seconds: Callable[[int], float], step_seconds: float, *, rank_samples: int, limit: int
+    pass_seconds: Callable[[int], float], step_seconds: float, *, rank_samples: int, limit: int, multiple: int = 1
 ) -> tuple[Timing, ...]:
-    """Time a window at several micro-batches up to the limit, in rising order.
+    """Time a window at several micro-batches up to the limit, in rising order; they are multiples if so many fit.
 
     Halves the micro-batch from the limit on until windows take half as long again as the best, then
     looks between the smallest that is as fast as the best and the next smaller one.
@@ -26,12 +26,14 @@ def time_windows(
 
     def time(factor: int) -> float:
         if factor not in timings:
-            size = ceil_div(rank_samples, factor)
+            size = split_share(rank_samples, factor, multiple)[0]
             timings[factor] = Timing(size, factor, factor * pass_seconds(size) + step_seconds)
         return timings[factor].seconds
 
-    factor = ceil_div(rank_samples, limit)
-    while time(factor) <= _HOPELESS * _best(timings.values()) and ceil_div(rank_samples, 2 * factor) >= 2:
+    multiple = usable_multiple(multiple, limit)
+    factor = len(micro_batch_sizes(rank_samples, limit, multiple))
+    least = max(2, multiple)
+    while time(factor) <= _HOPELESS * _best(timings.values()) and ceil_div(rank_samples, 2 * factor) >= least:
         factor *= 2
     for _ in range(_REFINEMENTS):
         fast = SLOWER * _best(timings.values())

@@ -21,6 +21,7 @@ class Task:
     high: int
     budget: int
     rounding: int = 1  # of the allocator, in bytes: 512 on CUDA; sizes are exact to the byte if it is 1
+    multiple: int = 1  # of which micro-batches of at least so many samples are multiples
     in_segments: bool = False  # whether the budget bounds the segments that blocks are cut out of
     has_margin: bool = False  # whether there is one percent more than the budget, for an allocator's holes
     is_cautious: bool = False  # whether no step near the budget may run

@@ -17,12 +17,13 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_ga.compat import ranks
 from lightning_ga.compat.steps import FIRST_OF_WINDOW, LAST_OF_WINDOW, PassPlace, isolated, run_pass
 from lightning_ga.errors import UserError
-from lightning_ga.loading.trial_batches import TrialBatches
+from lightning_ga.loading.trial_batches import CollatedTrials, TrialBatches
 from lightning_ga.memory.device import synchronize, total_memory
 from lightning_ga.memory.oom import attempt, may_be_out_of_memory
 from lightning_ga.plan.accumulation import ceil_div
 from lightning_ga.plan.config import Options
 from lightning_ga.plan.records import Fits, ProbeResult, Recomputed, Timing
+from lightning_ga.plan.size_cuts import SizeLimits
 from lightning_ga.probe.budget import Budget, DoesNotFitError
 from lightning_ga.probe.cache import remember, remembered
 from lightning_ga.probe.meters import StepMeter
@@ -104,11 +105,14 @@ def find_limit(
             found = replace(found, timings=timings, fastest=fastest(timings))
         if setup.sizes is not None:  # also from the cache, whose key does not tell how large smaller samples are
             longest = setup.sizes.largest
-            least = ceil_div(found.limit * longest, high)  # of even smaller samples, more than ``high`` would fit
-            shorter, smaller_batches = setup.sizes.trials_of_smaller(least, batches.cutter)
-            training.use_batches(smaller_batches)
-            confirm = partial(prober.confirm, predict_only=predict_only)
-            limits, steps = limits_by_size(confirm, found.limit, longest=longest, shorter=shorter)
+            limits = SizeLimits(found.limit * longest, found.limit)
+            steps = 0
+            if isinstance(batches, CollatedTrials):  # else training alone reads samples, and others cannot be tried
+                least = ceil_div(found.limit * longest, high)  # of even smaller samples, more than ``high`` would fit
+                shorter, smaller_batches = setup.sizes.trials_of_smaller(least, batches.cutter)
+                training.use_batches(smaller_batches)
+                confirm = partial(prober.confirm, predict_only=predict_only)
+                limits, steps = limits_by_size(confirm, found.limit, longest=longest, shorter=shorter)
             found = replace(found, sizes=limits, steps=steps or found.steps)
         if is_new and cache_key is not None:
             remember(cache_key, found)
@@ -232,9 +236,9 @@ def timed_windows(training: ProbedTrainer, *, rank_samples: int, limit: int) -> 
         return float(max(ranks.of_all_ranks(trainer, min(seconds[1:]))))
 
     pass_seconds = partial(best_seconds, FIRST_OF_WINDOW)
-    size = min(2, limit)
+    size = training.few(limit)
     optimizer = max(0.0, best_seconds(LAST_OF_WINDOW, size) - pass_seconds(size))
-    return time_windows(pass_seconds, optimizer, rank_samples=rank_samples, limit=limit)
+    return time_windows(pass_seconds, optimizer, rank_samples=rank_samples, limit=limit, multiple=training.multiple)
 
 
 @contextmanager

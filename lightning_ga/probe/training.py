@@ -22,6 +22,8 @@ class ProbedTraining:
     made is kept when the training is put back, and given to the next trial.
     """
 
+    multiple = 1  # of which micro-batches are multiples, if so many fit
+
     def __init__(self) -> None:
         self.reached_all = True  # whether the last step has reached all parameters that were assumed to have a gradient
         self._stepping: WeakSet[Optimizer] = WeakSet()
@@ -42,9 +44,14 @@ class ProbedTraining:
     def see_gradients(self) -> None:
         """See which parameters have gradients in later steps, as far as the first step has not shown it."""
 
+    def few(self, most: int) -> int:
+        """Return a small size for a step, of at most so many samples: two, because BatchNorm refuses one."""
+        return min(max(2, self.multiple), most)
+
     def first_sizes(self, high: int) -> Sequence[int]:
-        """Return the sizes to try for the first step: two samples, because BatchNorm refuses one, else one."""
-        return range(min(2, high), 0, -1)
+        """Return the sizes to try for the first step, in this order."""
+        few = self.few(high)
+        return [few, *range(min(2, few - 1), 0, -1)]
 
     def useful(self, samples: int, limit: int) -> int:
         """Return the size to try above the limit so far, if a search proposes one of so many samples."""

@@ -4,10 +4,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from lightning.pytorch import Callback
 from reference import Regression, Samples, StreamOf, fit, loader
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
-from lightning_ga import AutoAccumulate, UserError
+from lightning_ga import AutoAccumulate, UserError, optimizer_steps
 from lightning_ga.schedule import by_step
 
 SAMPLES = 64
@@ -20,6 +21,25 @@ def test_an_effective_batch_above_the_data_is_warned_of(asked: Any, micro_batch:
         _, trainer = fit(loader(SAMPLES, 16), callback)
     assert callback.plan.effective_batch_size == sum(callback.plan.chunks[0]) == SAMPLES
     assert trainer.global_step == callback.optimizer_steps() == (2 if not isinstance(asked, dict) else 5)
+
+
+def test_an_effective_batch_above_the_data_is_warned_of_in_the_step() -> None:
+    with pytest.warns(UserWarning, match=r"effective batch of 256 samples is above the 64 of an epoch"):
+        fit(loader(SAMPLES, 16), AutoAccumulate(256, micro_batching="step"), max_epochs=1)
+
+
+class Counting(Callback):
+    """A callback of another package that counts something else."""
+
+    def optimizer_steps(self, what: str) -> int:
+        return len(what)
+
+
+def test_steps_are_not_asked_of_other_callbacks() -> None:
+    callback = AutoAccumulate(32)
+    _, trainer = fit(loader(SAMPLES, 16), Counting(), callback, max_epochs=1)
+    trainer.callbacks.sort(key=lambda each: isinstance(each, AutoAccumulate))
+    assert optimizer_steps(trainer) == trainer.global_step == 2
 
 
 @pytest.mark.filterwarnings("ignore:The effective batch of 12 samples is above the 8 of an epoch")

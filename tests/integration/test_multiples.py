@@ -51,6 +51,54 @@ def test_probe_and_measurement_take_multiples(mode: str) -> None:
     assert ours.exactness.cause == "exact"
 
 
+class Divisible(Regression):
+    """Refuses batches that are no multiples, and has wide activations, so that memory grows with the samples."""
+
+    def __init__(self, multiple: int) -> None:
+        super().__init__()
+        self.multiples = range(0, 1000, multiple)  # no number, which a remembered limit would depend on
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        assert len(batch[0]) in self.multiples
+        wide = batch[0][:, :1].expand(-1, 100).sin().cos()
+        return super().training_step(batch, batch_idx) + 0.0 * wide.sum()
+
+
+def limit_of(multiple: int, budget: str, **arguments: Any) -> int:
+    ours = AutoAccumulate(memory_budget=budget, micro_batch_multiple=multiple, cache=False, **arguments)
+    fit(DataLoader(Samples(480), batch_size=240), ours, module=Divisible(multiple), max_epochs=1)
+    assert ours.probe is not None
+    assert all(trial.micro_batch_size % multiple == 0 for trial in ours.probe.trials)
+    return ours.probe.limit
+
+
+@pytest.mark.parametrize("multiple", [2, 3, 4, 8])
+@pytest.mark.parametrize("budget", ["20KB", "30KB", "80KB", "200KB"])
+def test_the_limit_is_the_largest_multiple_that_fits(budget: str, multiple: int) -> None:
+    plain = limit_of(1, budget)
+    assert plain > 8
+    assert limit_of(multiple, budget) == plain - plain % multiple
+
+
+def test_windows_of_multiples_are_timed() -> None:
+    ours = AutoAccumulate(memory_budget="200KB", micro_batch_multiple=4, objective="throughput", cache=False)
+    fit(DataLoader(Samples(480), batch_size=240), ours, module=Divisible(4), max_epochs=1)
+    assert ours.probe is not None
+    assert len(ours.probe.timings) > 1
+    assert all(timing.micro_batch_size % 4 == 0 for timing in ours.probe.timings)
+
+
+def test_a_remembered_limit_is_verified_with_a_multiple() -> None:
+    sources = []
+    for multiple in (1, 4, 4):
+        ours = AutoAccumulate(memory_budget="80KB", micro_batch_multiple=multiple)
+        fit(DataLoader(Samples(480), batch_size=240), ours, module=Divisible(multiple), max_epochs=1)
+        assert ours.probe is not None
+        assert ours.probe.limit % multiple == 0
+        sources.append(ours.probe.source)
+    assert sources == ["probe", "cache", "cache"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -6,7 +6,7 @@ The oracle of windows and gradients is a plain loop, in which each window is one
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
-from itertools import chain, pairwise
+from itertools import chain, count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +240,56 @@ class Pairs(Sampler[Any]):
 def test_a_sampler_that_yields_lists_is_refused(size_of: Any) -> None:
     with pytest.raises(UserError, match=r"yields \[0, 1\], a list, and size_of= needs an index for each sample"):
         fit(DataLoader(Nameless(), 2, sampler=Pairs()), AutoAccumulate(micro_batch_size=1, size_of=size_of))
+
+
+class OfTensors(Sampler[Any]):
+    """Yields indices as tensors without axes."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(torch.randperm(self.size))
+
+
+def test_sizes_are_asked_for_by_whole_numbers() -> None:
+    """Once for each sample, also if a sampler yields tensors."""
+    asked: list[Any] = []
+
+    def size_of(data: Texts, index: Any) -> int:
+        asked.append(index)
+        return data.lengths[index]
+
+    loader = DataLoader(DATA, 16, sampler=OfTensors(SIZE), collate_fn=pad)
+    fit(loader, AutoAccumulate(micro_batch_size=4, size_of=size_of, verify=False), module=Reading("samples"))
+    assert sorted(asked) == [*range(SIZE)]
+    assert {*map(type, asked)} == {int}
+
+
+class Holding(Texts):
+    """Holds an iterator, so that training alone may read samples."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.numbers = count()
+
+    def __getitem__(self, index: int) -> Any:
+        next(self.numbers)
+        return super().__getitem__(index)
+
+
+def test_a_limit_holds_for_samples_that_training_alone_reads() -> None:
+    """The probe finds it on the first batch, and no smaller samples are tried."""
+    ours = AutoAccumulate(memory_budget="400KB", size_of=length, cache=False)
+    fit(DataLoader(Holding(SIZE), 64, shuffle=True, collate_fn=pad), ours, module=Reading("samples"))
+    assert ours.probe is not None
+    assert ours.plan is not None
+    assert ours.probe.limit < 64
+    assert ours.probe.sizes == SizeLimits(ours.probe.limit * max(DATA.lengths), ours.probe.limit)
+    assert ours.plan.factor > 1
 
 
 def test_an_error_of_size_of_names_it_and_the_index() -> None:

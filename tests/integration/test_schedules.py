@@ -203,6 +203,35 @@ def test_each_rate_is_that_of_a_loop_by_hand(
     assert scheduler != "none" or [group["lr"] for group in stock] == [0.01, 0.03]  # unscaled, for whoever resumes
 
 
+@pytest.mark.filterwarnings("ignore:The effective batch of 1,000 samples is above the 40 of an epoch")
+@pytest.mark.parametrize("mode", ["loader", "step"])
+@pytest.mark.parametrize("asked", [1000, {0: 1000}, by_step({0: 1000}), by_step({0: 996, 1: 1000})])
+def test_a_rate_follows_no_more_samples_than_an_epoch_has(asked: Any, mode: str) -> None:
+    module = Rates(None)
+    rated(module, AutoAccumulate(asked, micro_batching=mode, verify=False, scale_lr="linear"))
+    assert module.read == [(0.01 * 10, 0.03 * 10)] * EPOCHS
+
+
+class WarmedUp(Rates):
+    """Sets the rates by hand after each step, as Lightning's page on ``optimizer_step`` shows."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        for group, rate in zip(optimizer.param_groups, (0.01, 0.03)):
+            group["lr"] = rate * min(1.0, 0.125 * 2.0**self.trainer.global_step)
+
+
+@pytest.mark.parametrize("mode", ["loader", "step"])
+def test_rates_that_the_module_sets_are_scaled_in_the_next_window(mode: str) -> None:
+    """Each is twice the one before, as large as that one scaled: its value does not tell who has set it."""
+    plain = WarmedUp(None)
+    rated(plain, AutoAccumulate(2 * RECIPE, micro_batching=mode, verify=False))
+    scaled = WarmedUp(None)
+    rated(scaled, AutoAccumulate(2 * RECIPE, micro_batching=mode, verify=False, scale_lr="linear"))
+    assert len({*plain.read}) > 3
+    assert scaled.read == [tuple(2 * rate for rate in rates) for rates in plain.read]
+
+
 def test_the_frequency_of_a_schedule_counts_the_recipes_batches_whatever_the_micro_batch() -> None:
     one, other = (Rates(SCHEDULERS["by step"][0], frequency=4) for _ in range(2))
     for module, micro_batch in ((one, 4), (other, 2)):

@@ -1,16 +1,17 @@
 """Losses that are a mean over tokens: exact whatever the counts are, windows and micro-batches without any included."""
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
-from reference import cut, fit, worst_error
+from reference import Samples, cut, fit, plain_loop, worst_error
 from texts import Reading, Texts, pad, plain_gradients
 from torch.utils.data import DataLoader
 
-from lightning_ga import AutoAccumulate, UserError
+from lightning_ga import AutoAccumulate, ExactnessWarning, UserError
 from lightning_ga.plan.item_counters import AttentionMaskTokens, TargetTokens
 
 
@@ -82,3 +83,23 @@ def test_hooks_of_a_pass_without_tokens_end_with_the_fit() -> None:
     with pytest.raises(ValueError, match="after the hook"):
         fit(data, *callbacks, module=module)
     assert not any(parameter._backward_hooks for parameter in module.parameters())
+
+
+@pytest.mark.parametrize(("samples", "cause"), [(8, "exact"), (7, "weighted"), (15, "weighted")])
+def test_micro_batches_that_weigh_alike_are_judged_so(samples: int, cause: str) -> None:
+    """With ``normalize=None`` the loader's micro-batches of 4 + 3 are no mean over samples; 4 + 4 are.
+
+    An epoch of 15 samples has a last window of 4 + 3.
+    """
+    data = Samples(samples)
+    batch = min(samples, 8)
+    ours = AutoAccumulate(batch, micro_batch_size=4, normalize=None, micro_batching="loader", batch_norm="ignore")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ExactnessWarning)
+        module, _ = fit(DataLoader(data, batch), ours, max_epochs=1)
+    error = worst_error(module.gradients, plain_loop(data, cut(range(samples), batch)))
+    assert ours.exactness is not None
+    assert (error < 1e-12, ours.exactness.cause) == (cause == "exact", cause)
+    said = [str(each.message) for each in caught if issubclass(each.category, ExactnessWarning)]
+    assert (cause == "exact") == (said == [])
+    assert all("normalize=None weighs micro-batches alike" in each for each in said)
