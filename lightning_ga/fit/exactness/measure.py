@@ -77,8 +77,8 @@ def measure_at_start(
 
     most = whole_multiples(min(limit, batches.most), multiple)
     most_at_first = batches.most if plain else most  # a small model may begin above its limit
-    unequal_parts = 3 * multiple  # two multiples and one
-    size = whole_multiples(min(max(SAMPLES, unequal_parts), most_at_first), multiple)
+    # Three multiples make unequal parts, of two and of one.
+    size = whole_multiples(min(max(SAMPLES, 3 * multiple), most_at_first), multiple)
     if size < 2:
         return unmeasured(trainer, "a micro-batch of one sample has no parts")
     found = tried(size)

@@ -205,8 +205,8 @@ def fixed_statistics() -> AbstractContextManager[None]:
         *momentum_and_eps: float,
         **named: float,
     ) -> Tensor:
-        uses_batch = training and mean is None  # there are no running statistics
-        return normalize(values, mean, variance, weight, bias, uses_batch, *momentum_and_eps, **named)
+        training = training and mean is None  # there are no running statistics
+        return normalize(values, mean, variance, weight, bias, training, *momentum_and_eps, **named)
 
     return replaced(functional, batch_norm=fixed)
 
