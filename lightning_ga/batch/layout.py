@@ -12,7 +12,16 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_ga.batch.pytree import REMEDY, extents, is_constant, is_plain_sequence, open_container, rebuild, walk
+from lightning_ga.batch.pytree import (
+    REMEDY,
+    extents,
+    is_constant,
+    is_opened,
+    is_plain_sequence,
+    open_container,
+    rebuild,
+    walk,
+)
 from lightning_ga.batch.pytree import LayoutError as LayoutError
 from lightning_ga.batch.take import take
 from lightning_ga.errors import UserError
@@ -87,9 +96,7 @@ class Layout:
                 raise _changed(path, node)
             yield role.loader, shape[role.axis], path
         elif role == "fields":
-            children = None
-            if extents(node) is None or is_plain_sequence(node):
-                children = open_container(node)
+            children = open_container(node) if is_opened(node) else None
             if children is None:
                 raise _changed(path, node)
             for name, child in children:

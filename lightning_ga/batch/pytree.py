@@ -144,6 +144,11 @@ def extents(node: Any) -> tuple[int, ...] | None:
     return None
 
 
+def is_opened(node: Any) -> bool:
+    """Return whether the parts of a value may have samples of their own, and not only the value as a whole."""
+    return extents(node) is None or is_plain_sequence(node)
+
+
 def open_container(node: Any) -> list[tuple[str, Any]] | None:
     """Return the children of a container, each with its path from there; ``None`` for anything else."""
     names = _attribute_names(node)

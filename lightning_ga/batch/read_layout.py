@@ -83,10 +83,10 @@ def _roles_of(samples: Comparison, loader: int) -> dict[str, Role]:
         once = samples.batch(few, kinds, 0)
         twice = samples.batch(few, kinds, 1)
         for larger in samples.larger:
-            numbers = few.copy()
-            numbers[loader] = larger
+            counts = few.copy()
+            counts[loader] = larger
             reading = _Reading(loader, larger, roles, are_equal=len(kinds) == 1)
-            reading.compare("batch", once, twice, samples.batch(numbers, kinds, 0))
+            reading.compare("batch", once, twice, samples.batch(counts, kinds, 0))
     return roles
 
 

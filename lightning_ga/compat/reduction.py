@@ -144,7 +144,7 @@ class Exchange:
             return self.refusal
         if (was_sending or self._stage is Stage.DONE) and not self._is_noted:
             return ALREADY_SENT
-        if self._stage is not Stage.DONE:  # then ``finish`` still has nothing to do, though the window repeats
+        if self._stage is not Stage.DONE:  # a window that is done has nothing left to average, though it repeats
             self._stage = Stage.PASSES
         self._repeats = True
         self._noting.keep()

@@ -18,6 +18,7 @@ from lightning_ga.plan.piece_sizes import halved, piece_sizes
 from lightning_ga.snapshot.kept_batch import KeptBatch, undo
 from lightning_ga.snapshot.savepoint import Savepoint
 
+WHOLE = (0,)  # sizes of the pieces of a batch that runs as it is, without being counted
 _RESULT = "Logged and returned values are merged by samples. A loss that compares samples compares those of a piece."
 
 
@@ -101,7 +102,7 @@ class _LoaderPieces:
     ) -> Any:
         """Run the step on a batch, or on pieces of its copy that are within the ``limit`` which errors have left."""
         self._pass_size = 0
-        sizes: Sequence[int] = (0,)  # not counted
+        sizes: Sequence[int] = WHOLE
         if limit is not None:
             with suppress(LayoutError):  # one that cannot be cut may fit as a whole
                 sizes = piece_sizes(self._cutter.count(kept_batch), limit)
@@ -116,7 +117,8 @@ class _LoaderPieces:
             others = exchanged()
             if in_pieces and others is not None:  # other ranks run one collective a batch, this one would run more
                 raise messages.out_of_memory(self._trainer, self._stage, messages.OTHERS_WAIT, others)
-        self._pass_size = sizes[0]  # merging needs the outputs of all pieces: it counts as the largest
+        largest_piece = sizes[0]
+        self._pass_size = largest_piece  # that of an error in merging, which needs the outputs of all pieces
         return pieces.finish()
 
     def failed_samples(self, batch: Any, failure: Exception, limit: int | None) -> int:

@@ -92,7 +92,7 @@ class Fit:
         parts.undo_at_end.callback(self.search.recomputed.use, ())
         parts.shares.check()
         exchange = exchange_of(self.trainer, parts.shares.note_sending)
-        remedies = Remedies(parts, self._options, self.search, self._left_out)
+        remedies = Remedies(parts, self._options, self.search, self._left_out, windows)
         retries = self._options.on_oom != "raise"
         self._rewinder = Rewinder(parts, windows, remedies, self._reporter, exchange, retries=retries)
         self.search.begin()
@@ -170,11 +170,11 @@ class Fit:
         """Cut the next epoch as its schedule says; ranks agree on limit and verdict.
 
         If windows have grown, they are asked about as at the start. The first epoch has begun in ``start``, with each
-        rank's own limit; if another rank's is lower, ``begin_window`` cuts it again.
+        rank's own limit: if that changes here, ``begin_window`` cuts it again. ``begin_epoch`` cuts every later one.
         """
         parts = self.parts
         parts.shares.follow_limits(parts.limit.samples)
-        parts.shares.follow_speeds()  # whether they have changed or not, the epoch is cut anew
+        parts.shares.follow_speeds()
         if not parts.shares.differ:
             parts.limit.agree()
         self.verdict.agree()

@@ -80,8 +80,7 @@ class Gradients:
         if self._counter is not None:
             self._weigh_late(items)
         elif self.normalize is None:
-            is_first = self._begin_pass(self._stock)
-            self._stock.weigh_share(0.0 if is_stand_in else 1.0, of=1.0, first=is_first)
+            self._weigh_share(0.0 if is_stand_in else 1.0, of=1.0)
         else:
             planned = window.sizes[index_in_window]
             is_summed = self._world_size > 1 and (may_drop or self._leaves_out)
@@ -100,16 +99,19 @@ class Gradients:
             total = count if piece is batch else count_items(self._counter, batch)
         self.counted = Counted(self.counted.samples + samples, self.counted.items + count)
         is_whole_window = self._factor * self._world_size == 1  # over all ranks
-        total_is_known = is_whole_window and total > 0
-        has_no_sample = is_whole_window and total == 0 and self._counter is None
-        if self.normalize is None or has_no_sample:  # as Lightning weighs batches
-            is_first = self._begin_pass(self._stock)
-            self._stock.weigh_share(count, of=total, first=is_first)
-        elif total_is_known:
+        if self.normalize is None:  # as Lightning weighs batches
+            self._weigh_share(count, of=total)
+        elif is_whole_window and total > 0:
             self._weigh_known(count, planned=count, window_samples=total)
-        else:
+        elif is_whole_window and self._counter is None:  # it has no sample
+            self._weigh_share(count, of=total)
+        else:  # the total is known as the window ends; a counter that counts nothing in all of it is refused there
             self._weigh_late(count)
         return count / total if total else 0.0
+
+    def _weigh_share(self, count: float, *, of: float) -> None:
+        is_first = self._begin_pass(self._stock)
+        self._stock.weigh_share(count, of=of, first=is_first)
 
     def _weigh_known(self, count: float, *, planned: float, window_samples: float, is_summed: bool = False) -> None:
         is_first = self._begin_pass(self._known)
@@ -158,8 +160,9 @@ class Gradients:
     def settle(self) -> None:
         """After a backward pass, coalesce sparse gradients and widen half-precision ones."""
         self.stop_zeroing()
-        is_whole = self._factor == 1 and self.passes == 1 and self.weights.weight == 1.0
-        self.sums.settle(will_change=not is_whole)
+        weighs_all = self.weights.weight == 1.0  # a first piece of several weighs less
+        is_whole_window = self._factor == 1 and self.passes == 1 and weighs_all
+        self.sums.settle(will_change=not is_whole_window)
 
     def close_window(self, optimizer: torch.optim.Optimizer) -> None:
         """Scale the gradients to the mean over the window, after the GradScaler's unscaling and before clipping."""

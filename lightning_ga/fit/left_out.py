@@ -57,8 +57,8 @@ class LeftOut:
             index_in_window = self._gradients.passes - 1
             if index_in_window < 0:  # a trial step, before the window's first pass
                 return step(batch, *others)
-            is_trial = index_in_window == self._running
-            if not is_trial:  # the shapes stay those of the pass that has failed
+            is_new_pass = index_in_window != self._running  # else a trial step, after the pass that has failed
+            if is_new_pass:
                 self._running = index_in_window
                 self._shapes = " ".join(str(tuple(tensor.shape)) for tensor in tensors_in(batch))
             if index_in_window not in self._left_out:

@@ -111,16 +111,15 @@ class LimitSearch:
         of_window = self._most_useful()
         if of_window <= self._asked:
             return
-        of_epoch = self._data.windows.planner.useful_limit(self._parts.progress.place.epochs[:1])
-        useful = max(of_window, min(2 * of_window, of_epoch))  # of a ramp, not each window is asked about
         limit = self._parts.limit
         if not self._parts.shares.differ:
             limit.agree()
-        is_bounded_by_memory = limit.has_fallen or limit.samples < self._asked
-        if is_bounded_by_memory:  # a larger window has no larger passes
-            self._asked = useful
+        found_less_than_asked = limit.samples < self._asked
+        of_epoch = self._data.windows.planner.useful_limit(self._parts.progress.place.epochs[:1])
+        self._asked = max(of_window, min(2 * of_window, of_epoch))  # of a ramp, not each window is asked about
+        if limit.has_fallen or found_less_than_asked:  # memory bounds passes: a larger window has no larger ones
             return
-        limit.use(self._find(useful, None, self._setup(begins=False)))
+        limit.use(self._find(self._asked, None, self._setup(begins=False)))
         self._use_found()
 
     def below(self, failed: int) -> int | None:
@@ -215,15 +214,14 @@ class LimitSearch:
 
     def _limit_of_all(self, fits: int, *, tried: int, useful: int) -> int:
         """Return the limit of all batches, if so many samples of a trial batch fit, of those that were ``tried``."""
-        if fits == NO_LIMIT:
+        if fits == NO_LIMIT:  # batches cannot be cut
             return NO_LIMIT
         all_fit = fits >= tried
         if self._data.windows.planner.source.first_may_be_smaller:
-            if all_fit and self._parts.limit.chunked is None:
-                return NO_LIMIT  # nothing is known of batches that are larger than the first
-            return min(fits, tried)
-        was_looked_for = self.found.result is not None
-        if all_fit and not was_looked_for:  # a collate function may have dropped some here; other batches may have more
+            nothing_is_cut = all_fit and self._parts.limit.chunked is None
+            return NO_LIMIT if nothing_is_cut else min(fits, tried)  # nothing is known of larger batches
+        whole_window_fits = all_fit and self.found.result is None
+        if whole_window_fits:  # also if a collate function has dropped some of it: other batches may have all
             return useful
         return min(fits, useful)  # what was recalled may be for larger windows
 

@@ -56,13 +56,17 @@ class LoaderWindows(CutWindows):
         is_within_epoch = 0 < position.samples_done < self._source.epoch(position.epoch).samples
         if progress.restored is not None and progress.restored.position == position and is_within_epoch:
             self._source.restore_order(progress.restored.order, position.epoch)
-        # Unless it is enabled, the loader yields nothing until ``_begin_epoch`` iterates it.
-        is_enabled = self._parts.limit.is_known and not self._would_keep_iterator
+        # Before the limit is known, or if the set-up's iterator would be read on in, the loader yields nothing: another
+        # iterator is made once the epoch is planned.
+        is_enabled = self._parts.limit.is_known and not self._reads_on_after_set_up
         self.planner.plan_epoch(self._place.epoch, enabled=is_enabled)
 
     @property
-    def _would_keep_iterator(self) -> bool:
-        """Whether the loop, restored and set up a second time, would read that set-up's iterator: it ends too early."""
+    def _reads_on_after_set_up(self) -> bool:
+        """Whether a restored loop that loads its data again would read on in the iterator of that set-up.
+
+        It is made while the loader is as long as the recipe's batches, so it would end too early.
+        """
         return self._reads and self._place.keeps_iterator
 
     @property
@@ -107,7 +111,7 @@ class LoaderWindows(CutWindows):
 
     def _read_first(self) -> CutTrials:
         """Read the first micro-batch, which training still gets; it is a whole share if the limit is not known."""
-        if self._begun is None:
+        if self._begun is None:  # no epoch has begun: the loader that ``_prepare`` has planned yields nothing yet
             self.planner.plan_epoch(self._place.epoch)
             self._place.size_epoch(self._source.epoch_plan.length)
         loader = self._source.loader
@@ -156,12 +160,13 @@ class LoaderWindows(CutWindows):
         progress = self._parts.progress
         progress.enter(epoch)
         self.planner.plan_epoch(epoch)
-        loop_has_counted_micro_batches = self._place.loop_batches_before_epoch != progress.position.batches_before
-        if self._begun is None and loop_has_counted_micro_batches:  # of a resumed run, in earlier epochs
+        counts_differ = self._place.loop_batches_before_epoch != progress.position.batches_before
+        resumes_counts_of_micro_batches = self._begun is None and counts_differ  # of earlier epochs
+        if resumes_counts_of_micro_batches:
             self._use_recipe_as_clock()
         self._place.begin_epoch()
         self._size_loop()
-        if self._would_keep_iterator:
+        if self._reads_on_after_set_up:
             self._iterate()
 
     def _size_loop(self) -> None:
@@ -298,7 +303,7 @@ class LoaderWindows(CutWindows):
         self._use_recipe_as_clock()
         self._place.iterate_again()
         plan = self._source.epoch_plan
-        if self.planner.inputs.schedule.is_constant:
+        if self.planner.inputs.schedule.is_constant:  # all windows but the last have one factor: the length is true
             self._place.relocate(plan.factor, at=window_number * plan.factor, end=plan.length)
         else:
             self._relocate(window_number, plan.factor_of(window_number))

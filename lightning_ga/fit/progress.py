@@ -62,7 +62,8 @@ class Progress:
         if place.restarts:
             place.reopen_epoch()
         is_restored = self.restored is not None
-        if not is_restored and (place.restarts or not self._follows_fit):
+        loop_alone_knows = place.restarts or not self._follows_fit
+        if not is_restored and loop_alone_knows:
             self._read_loop(epoch)
         # A checkpoint may have been written before the epoch's first sample.
         may_continue = is_restored or self.position.samples_done > 0

@@ -7,11 +7,13 @@ Tested in tests/integration/test_checkpoint.py and tests/integration/test_fits.p
 """
 
 from collections import deque
+from typing import NamedTuple
 
 from lightning_ga.fit.left_out import LeftOut
 from lightning_ga.fit.limit_search import LimitSearch
 from lightning_ga.fit.messages import give_up
 from lightning_ga.fit.parts import FitParts
+from lightning_ga.fit.training_data import Windows
 from lightning_ga.memory.oom import is_ambiguous_out_of_memory
 from lightning_ga.plan.config import Options
 from lightning_ga.plan.piece_sizes import halved
@@ -21,17 +23,28 @@ MANY_FAILED = 3
 AMONG = 30
 
 
+class Remedy(NamedTuple):
+    """What a window does differently when it begins again."""
+
+    before: int  # samples of the largest pass that has failed
+    after: int  # that passes may have from here on, unless a search finds more; as before with one of the last remedies
+    lowers_limit: bool = False
+
+
 class Remedies:
     """Chooses the remedy, and takes the last ones back.
 
     The window after one in which a sample did not fit begins as that window had begun, unless there were many.
     """
 
-    def __init__(self, parts: FitParts, options: Options, search: LimitSearch, left_out: LeftOut) -> None:
+    def __init__(
+        self, parts: FitParts, options: Options, search: LimitSearch, left_out: LeftOut, windows: Windows
+    ) -> None:
         self._progress = parts.progress
         self._limit = parts.limit
         self._search = search
         self._left_out = left_out
+        self._windows = windows
         self._may_recompute = options.checkpoint == "auto"
         self._window: tuple[int, int] | None = None  # the running one, as ``Progress`` names it
         self._number = 0  # of the running window, in this fit
@@ -61,25 +74,29 @@ class Remedies:
             self._limit.go_back(self._limit_before)
             self._search.recomputed.use(self._names_before)
 
-    def choose_remedy(self, failed: int, failure: Exception) -> int:
-        """Return the limit after a pass of ``failed`` samples has run out of memory; a last remedy keeps it.
+    def choose(self, failed: int, failure: Exception) -> Remedy:
+        """Return the remedy after a pass of ``failed`` samples has run out of memory; one of the last applies at once.
 
         Raises:
             Exception: If one sample has failed, and no remedy is left: the failure, or a ``UserError``.
         """
         fits = halved(failed)
         if fits is not None:
-            return fits
-        if is_ambiguous_out_of_memory(failure) or not self._apply_last():
+            return Remedy(failed, fits, lowers_limit=True)
+        remedy = None
+        if not is_ambiguous_out_of_memory(failure):
+            remedy = self._last_remedy()
+        if remedy is None:
             give_up(self._progress.trainer, "training", failure, self._limit.unit)
-        return failed
+        return remedy
 
-    def lower(self, failed: int, *, at_most: int) -> int:
-        """Lower the limit to what a search finds below a pass that ``failed``, else to ``at_most``; return it."""
-        fits = at_most
-        if fits < failed:
-            fits = self._search.below(failed) or fits
-        self.fall(fits)
+    def apply(self, remedy: Remedy) -> int:
+        """Lower the limit if that is the remedy, to what a search finds; return the samples that passes may have."""
+        fits = remedy.after
+        if remedy.lowers_limit:
+            fits = self._search.below(remedy.before) or fits
+            self._limit.fall(fits)
+        self._search.forget_limit()
         return fits
 
     def fall(self, samples: int) -> None:
@@ -87,12 +104,21 @@ class Remedies:
         self._limit.fall(samples)
         self._search.forget_limit()
 
-    def _apply_last(self) -> bool:
-        """Let the running window compute again all that can be, or leave out the sample; return whether one helps."""
+    def _last_remedy(self) -> Remedy | None:
+        """Return what is left once a pass is one sample, or one of the longest; ``None`` if nothing is.
+
+        Passes of several short samples become smaller. Else the running window computes again all that can be, or
+        leaves out the sample.
+        """
+        of_short_samples = self._windows.halve_passes_of_short_samples()
+        if of_short_samples is not None:
+            return Remedy(*of_short_samples)
         helps = (self._may_recompute and self._recompute_all()) or self._left_out.add()
-        if helps and self._number not in self._failed:
+        if not helps:
+            return None
+        if self._number not in self._failed:
             self._failed.append(self._number)
-        return helps
+        return Remedy(before=1, after=1)
 
     def _recompute_all(self) -> bool:
         """Compute again all that can be; return whether that is more than before."""

@@ -24,7 +24,6 @@ from lightning_ga.fit.training_data import Windows
 from lightning_ga.memory.allocator import RepeatedRetries
 from lightning_ga.memory.device import describe_memory
 from lightning_ga.memory.oom import (
-    is_ambiguous_out_of_memory,
     is_out_of_memory,
     may_be_out_of_memory,
     release,
@@ -86,21 +85,19 @@ class Rewinder:
     def run(self, stock_advance: Callable[[], None]) -> None:
         """Run the loop's next micro-batch; if memory runs out, the window's first one, smaller."""
         while True:
-            batches_before = 0
+            kept_before = 0
             try:
                 if self._place.begins_window:
                     self._begin_window()
                     if self._lower_after_retries():
                         continue  # the window begins again as it was planned anew; no retries are counted by then
-                batches_before = len(self._windows.batches)
+                kept_before = len(self._windows.batches)
                 stock_advance()
                 return
             except Exception as error:
                 if isinstance(error, UserError) or not may_be_out_of_memory(error):
                     raise
-                was_kept = len(self._windows.batches) > batches_before
-                has_batches = was_kept or not self._windows.in_step  # in the loader they are read again by index
-                self._raise_if_final(error, has_batches=has_batches)
+                self._raise_if_final(error, kept_before)
                 failure = error
             release(failure)
             self._go_back(failure)
@@ -148,10 +145,11 @@ class Rewinder:
         self._windows.plan_again()
         return True
 
-    def _raise_if_final(self, error: Exception, *, has_batches: bool) -> None:
+    def _raise_if_final(self, error: Exception, kept_before: int) -> None:
         """Raise the error, and say why, if the window cannot begin again.
 
-        It ``has_batches`` if all that were fetched of it can be had again.
+        It can if all that was fetched of it can be had again: from the loader, or in the step if the batch of this
+        ``advance`` was kept, too, besides so many of before.
         """
         is_certain = is_out_of_memory(error)  # nothing is said of an error that may mean something else
         if self._refusal is not None and is_certain:
@@ -162,7 +160,8 @@ class Rewinder:
             if self._place.begins_window:  # a member has failed
                 return
             raise error  # a resumed run has started within a window, of which nothing is kept
-        if has_batches and not self._is_updating:
+        can_be_had_again = not self._windows.in_step or len(self._windows.batches) > kept_before
+        if can_be_had_again and not self._is_updating:
             return
         if is_certain:
             sentence = messages.IN_THE_UPDATE if self._is_updating else messages.IN_THE_LOADER
@@ -178,22 +177,17 @@ class Rewinder:
             memory = describe_memory(self._trainer.strategy.root_device)
             failure.add_note(messages.IN_THE_TRANSFER.format(samples=uncut, memory=memory))
             raise failure
-        of_short_samples = None  # samples of the largest pass, before and after, if that is the remedy
-        if failed == 1 and not is_ambiguous_out_of_memory(failure):
-            of_short_samples = self._windows.halve_passes_of_short_samples()
-        at_most = failed  # also after a last remedy
-        if of_short_samples is None:
-            at_most = self._remedies.choose_remedy(failed, failure)
+        remedy = self._remedies.choose(failed, failure)
         messages.end_run_if(self._leave_ranks(), self._trainer, "training", messages.OTHERS_WAIT, failure)
         messages.end_run_if(retry_once(self._undo), self._trainer, "training", messages.CHANGED, failure)
-        fits = self._remedies.lower(failed, at_most=at_most)  # trial steps, which need the state from before
+        fits = self._remedies.apply(remedy)  # by trial steps, which need the state from before
         self._windows.plan_again()
-        before, after = of_short_samples or (failed, fits)
-        self._reporter.add(self._reporter.survived("training", before, after, self._limit.unit))
+        self._reporter.add(self._reporter.survived("training", remedy.before, fits, self._limit.unit))
 
     def _undo(self) -> str | None:
         """Put back what the window's passes have changed; return what cannot be put back."""
-        if self._savepoint is None or not self._is_begun:
+        assert self._savepoint is not None, "without one, no window begins again"
+        if not self._is_begun:
             return None
         leaves_some = closures.zero_gradients(self._trainer, self._place.window_start)
         if leaves_some:

@@ -75,15 +75,15 @@ class StepPlanner:
             return None
         self._require_known_samples()
 
-        def size_at(windows_done: int, batches_done: int) -> int:
+        def batches_at(windows_done: int, batches_done: int) -> int:
             samples_done = samples + self.recipe.samples_of(batches_done)
             return self._batches_of_window(epoch, step=steps + windows_done, samples=samples_done)
 
         growth = self._parts.request.by_window
         if growth is None or growth.is_settled(steps, samples):
-            windows = ceil_div(batches, size_at(0, 0))
+            windows = ceil_div(batches, batches_at(0, 0))
         else:
-            windows = GrowingWindows(batches, size_at).count
+            windows = GrowingWindows(batches, batches_at).count  # in batches, where others count samples
         return windows, self.recipe.samples_of(batches)
 
     def _require_known_samples(self) -> None:

@@ -48,7 +48,9 @@ class StepSource:
             self.units = max(1, counted.result or length_of_first(batch))
             if cutter.were_seen_dropped:  # the collate function may have left out some of just this batch
                 self.units = max(self.units, _first_of_batch_sampler(self._given))
-            self.batch_size = cutter.weight(batch, self.units) if counted.result else self.units
+            self.batch_size = self.units
+            if counted.result:
+                self.batch_size = cutter.weight(batch, self.units)  # of several loaders, more than the units
 
     def follow(self, earlier: "StepSource") -> None:
         """Use what is known of the loader before: its batch size, and if it is this one, its copy with its workers."""

@@ -135,11 +135,11 @@ class BatchCutter:
             f"{type(outcome.failure).__name__}: {outcome.failure}: {REMEDY}."
         )
 
-    def _batch(self, counts: Sequence[int], numbers: Sequence[int], seed: int) -> Any:
-        """Return a batch of ``counts`` samples of the loaders, made of the examples of these numbers in turn."""
+    def _batch(self, counts: Sequence[int], kinds: Sequence[int], seed: int) -> Any:
+        """Return a batch of ``counts`` samples of the loaders, made of examples of these ``kinds`` in turn."""
         batches = []
         for known, count in zip(self._known, counts):
-            chosen = [known.examples[number % len(known.examples)] for number in numbers]
+            chosen = [known.examples[kind % len(known.examples)] for kind in kinds]
             batches.append(known.collate(chosen, count, seed=seed))
         return self._transfer.to_device(self._combine(batches))
 

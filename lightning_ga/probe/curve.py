@@ -58,11 +58,11 @@ class Curve:
 
     def needs(self, samples: int) -> int:
         """Return the bytes that a budget must leave: with segments, what the allocator reserves for that peak."""
-        real, foreseen = self.grown
-        needed = self.foreseen(samples)
-        if real < foreseen:  # the same number of bytes less, as no more is sure
-            return max(self(samples) - self.less, needed - foreseen + real)
-        return self.start + (needed - self.start) * real // foreseen
+        real_growth, foreseen_growth = self.grown
+        foreseen = self.foreseen(samples)
+        if real_growth < foreseen_growth:  # the same number of bytes less, as no more is sure
+            return max(self(samples) - self.less, foreseen - foreseen_growth + real_growth)
+        return self.start + (foreseen - self.start) * real_growth // foreseen_growth
 
     def through(self, step: Step) -> "Curve":
         """Stretch a curve so that it goes through a step, if the step shows more than the traces.

@@ -107,27 +107,33 @@ def paired(
     """
     if len(small) != 2 or len(large) != 2:
         return None
-    fewer = _places(*small)
-    more = _places(*large)
-    if not fewer or not more or _stream(small[1]) != _stream(large[1]):
+    places_small = _places(*small)
+    places_large = _places(*large)
+    if not places_small or not places_large or _stream(small[1]) != _stream(large[1]):
         return None
-    blocks = large[0]
-    share = small[0].samples / large[0].samples
-    sizes = list(blocks.sizes)
-    before = _by_place(fewer)
-    for place, numbers in _by_place(more).items():
-        known = [small[0].sizes[number] for number in before.get(place, ())]
-        if place < 0:
-            known = _temporaries(known, [blocks.sizes[number] for number in numbers], share)
-        for number, size in zip(numbers, known):
-            sizes[number] = size
-    held = {tensor: number for number, tensor in enumerate(more)}
-    rank = {number: place for place, number in enumerate(_made(large[1]), 1)}
-    sums = [(held.get(rank[one], 0), held.get(rank[total], 0)) for one, total in large[1].sums]
-    blocks = replace(blocks, sums=tuple(pair for pair in sums if all(pair))).unwatched()
+    sizes = _sizes_in_smaller(small[0], places_small, large[0], places_large)
+    block_at = {place: number for number, place in enumerate(places_large)}
+    place_of = {number: place for place, number in enumerate(_made(large[1]), 1)}
+    sums = [(block_at.get(place_of[one], 0), block_at.get(place_of[total], 0)) for one, total in large[1].sums]
+    blocks = replace(large[0], sums=tuple(pair for pair in sums if all(pair))).unwatched()
     blocks = replace(blocks, events=_once(blocks.events, list(zip(sizes, blocks.sizes))))
-    temporaries = frozenset(number for number, place in enumerate(more) if place < 0)
+    temporaries = frozenset(number for number, place in enumerate(places_large) if place < 0)
     return replace(blocks, samples=small[0].samples, sizes=tuple(sizes)), blocks, temporaries
+
+
+def _sizes_in_smaller(
+    small: MemoryTrace, places_small: list[int], large: MemoryTrace, places_large: list[int]
+) -> list[int]:
+    """Return the sizes that the blocks of the larger step have in the smaller one; of none there, as in the larger."""
+    sizes = list(large.sizes)
+    before = _by_place(places_small)
+    for place, numbers in _by_place(places_large).items():
+        known = [small.sizes[number] for number in before.get(place, ())]
+        if place < 0:
+            known = _temporaries(known, [large.sizes[number] for number in numbers], small.samples / large.samples)
+        for number, size in zip(numbers, known):  # tensors have a block each
+            sizes[number] = size
+    return sizes
 
 
 def _once(events: tuple[int, ...], sizes: list[tuple[int, int]]) -> tuple[int, ...]:

@@ -169,7 +169,10 @@ class ProbedTrainer(ProbedTraining):
         self._recomputed = names
 
     def forget(self) -> None:
-        """Run plain steps, and see again which parameters have gradients."""
+        """Run plain steps, and see again which parameters have gradients.
+
+        ``reached_all`` stays: if a step has not reached all, the next ``warm_up`` sees gradients and assumes none.
+        """
         super().forget()
         self._recomputed = ()
         if self._gradients:

@@ -1,10 +1,10 @@
 """The limits of micro-batches of unequal samples, from trials at two sizes of a sample.
 
 The memory of ``b`` padded samples of size ``l`` is c + b·(γ + αl + βl²): activations, and attention matrices. Along
-b·l = area it is c + area·(γ/l + α + βl), largest at an end: at the longest size, whose limit is known, or at a
-shorter size, at which the samples that this area allows are tried. Micro-batches of even shorter samples get no more
-samples. If fewer fit at the shorter size, the memory of a sample, convex in ``l``, is bounded by the chord through both
-limits: size + offset. Pure: trials come in as a function.
+b·l = area it is c + area·(γ/l + α + βl), convex in ``l`` and so largest at an end: at the longest size, whose limit is
+known, or at a shorter size, at which the samples that this area allows are tried. Micro-batches of even shorter samples
+get no more samples. If fewer fit at the shorter size, the memory of a sample, convex in ``l``, is bounded by the chord
+through both limits: size + offset. Pure: trials come in as a function.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ def limits_by_size(
     if most <= limit:
         return SizeLimits(limit * longest, limit), 0
     shares = [int(share * most) for share in _SHARES]
-    fits, steps = confirm([samples for samples in shares if samples > limit])  # fewer fit at any size
+    fits, steps = confirm([samples for samples in shares if samples > limit])  # ``limit`` samples fit at every size
     fits = max(limit, fits)
     offset = 0
     if limit < fits < most:
