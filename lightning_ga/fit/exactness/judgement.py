@@ -189,8 +189,7 @@ class Judgement:
         return compare(whole, first, second, weight=self._counts[0] / sum(self._counts), enough=enough)
 
     def _stateful(self, found: Differences | None) -> Exactness:
-        verdict = self._exactness("stateful", found)
-        return replace(verdict, tensors=self._passes.changed or (ELSEWHERE,))
+        return replace(self._exactness("stateful", found), tensors=self._passes.changed or (ELSEWHERE,))
 
     def _exactness(self, cause: Cause, found: Differences | None = None, **more: Any) -> Exactness:
         return Exactness(

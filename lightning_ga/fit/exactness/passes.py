@@ -112,14 +112,11 @@ class Passes:
     def _gradient(self, parameter: Tensor) -> Tensor:
         """Return the gradient, zeros if there is none, on the host.
 
-        If it lies there, it is not copied unless copies are counted: the next pass makes another.
+        One that lies there is copied only if memory is counted: the next pass makes another.
         """
         if parameter.grad is None:
             return torch.zeros_like(parameter, device="cpu").detach()
-        gradient = parameter.grad.to_dense()
-        if self.is_on_host and not LiveTensorMeter.active:
-            return gradient
-        return gradient.to("cpu", copy=True)
+        return parameter.grad.to_dense().to("cpu", copy=bool(LiveTensorMeter.active))
 
     def _state(self) -> dict[str, Any]:
         """Return marks of all that a pass should not change, by name: weights, buffers, attributes that pickle.
@@ -184,8 +181,7 @@ def _perturb(tensors: Sequence[Tensor]) -> None:
 
 def batch_norm_layers(module: Module) -> tuple[str, ...]:
     """Return the names of BatchNorm layers in training mode, which normalize by the samples of a micro-batch."""
-    layers = dict(module.named_modules())
-    return tuple(name for name, layer in layers.items() if isinstance(layer, _BatchNorm) and layer.training)
+    return tuple(name for name, layer in module.named_modules() if isinstance(layer, _BatchNorm) and layer.training)
 
 
 def fixed_statistics() -> AbstractContextManager[None]:
