@@ -143,6 +143,8 @@ def copies_of(things: Iterable[Any]) -> list[tuple[Any, Any]]:
 
 
 def _copy_of(thing: Any) -> Any:
+    if type(thing) in (dict, OrderedDict, list):  # by far the most: networks have thousands of tables
+        return thing.copy()
     if isinstance(thing, (*CONTAINERS, np.ndarray)):
         return shallow_copy(thing)
     if isinstance(thing, Tensor):

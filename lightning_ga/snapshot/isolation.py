@@ -182,7 +182,7 @@ class SwappedAttributes:
         """Put the original attributes back, and what the tables of modules held; remove new ones of modules."""
         for own, before in self._kept:
             own.update(before)
-        put_back(self._complete)
+        put_back(filter(any, self._complete))  # most tables are empty, and stay so
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:

@@ -4,15 +4,16 @@ Tested in tests/fit/exactness/test_measure.py.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.errors import UserError
 from lightning_ga.fit.exactness.differences import Differences, Gradient, compare, distance, norm
-from lightning_ga.fit.exactness.passes import Passes, batch_norm_layers, fixed_statistics
+from lightning_ga.fit.exactness.passes import Passes, batch_norm_layers, fixed_statistics, statistics_of_parts
 from lightning_ga.loading.trial_batches import CutBatch
 from lightning_ga.memory.oom import attempt, is_out_of_memory
 from lightning_ga.plan.exactness_verdicts import Cause, Exactness
@@ -69,6 +70,16 @@ def _finite(gradient: Gradient, name: str) -> Gradient:
     return gradient
 
 
+def _as_trained(gradient: Gradient, count: float) -> Gradient:
+    """Return the gradient of a part of so many items, with zeros for NaN of a mean over nothing.
+
+    At weight 0, training takes zeros for any gradient. Here a finite one stays: it shows which weight is right.
+    """
+    if count == 0:
+        return [tensor.nan_to_num(0.0, 0.0, 0.0) for tensor in gradient]
+    return gradient
+
+
 class Judgement:
     """Runs a batch and its parts; ``remake`` makes the batch again with other random numbers."""
 
@@ -91,13 +102,12 @@ class Judgement:
         """
         if not (min(self._counts) >= 0 and 0 < sum(self._counts) < math.inf):
             return self._exactness("unmeasured", reason=f"normalize counts {self._counts} in the parts of a batch")
-        (found,) = self._passes.run(self._batch.whole, watched=True)
-        whole = _finite(found, _ITS_GRADIENT)
+        whole = _finite(self._passes.run_one(self._batch.whole, watched=True), _ITS_GRADIENT)
         if norm(whole) == 0:
             return self._exactness("unmeasured", reason=_NO_GRADIENT, has_gradient=False)
         parts = attempt(self._passes.run, _is_of_parts, *self._batch.parts)
         if parts.failure is None:
-            return self._judge_gradients(whole, *self._as_trained(parts.result))
+            return self._judge_gradients(whole, *map(_as_trained, parts.result, self._counts))
         if self._layers and min(self._batch.sizes) < 2:  # these layers may refuse one sample
             return self._exactness("batch_norm")
         # A part that fails alone, too, raises here. Otherwise the second one depends on what the first has left.
@@ -116,8 +126,10 @@ class Judgement:
         is_exact = found.error <= self._tolerance
         if is_exact and not self._passes.changed:
             return self._exactness("exact", found)
-        if self._layers and not self._passes.changed and self._of_loss.error <= self._tolerance:
-            return self._exactness("batch_norm", found)  # neither noise nor state: ``_of_loss`` would show them, too
+        if self._layers and not self._passes.changed:  # neither noise nor state: both questions would show them, too
+            by_parts = attempt(self._adds_up_by_parts, is_survivable, first, second)
+            if by_parts.result or self._of_loss.error <= self._tolerance:
+                return self._exactness("batch_norm", found)
         alone = self._run_second()
         if not self._are_same(alone, second):
             if not self._are_same(alone, self._run_second()):
@@ -129,21 +141,8 @@ class Judgement:
             return self._exactness("coupled", reason=NOTHING_TO_AVERAGE)
         return self._named(whole, found)
 
-    def _as_trained(self, gradients: Sequence[Gradient], first: int = 0) -> list[Gradient]:
-        """Return the gradients of the parts, from number ``first`` on, with zeros for NaN of a mean over nothing.
-
-        At weight 0, training takes zeros for any gradient. Here a finite one stays: it shows which weight is right.
-        """
-        taken = list[Gradient]()
-        for number, gradient in enumerate(gradients, first):
-            if self._counts[number] == 0:
-                gradient = [tensor.nan_to_num(0.0, 0.0, 0.0) for tensor in gradient]
-            taken.append(gradient)
-        return taken
-
     def _run_second(self) -> Gradient:
-        (gradient,) = self._as_trained(self._passes.run(self._batch.parts[1]), first=1)
-        return gradient
+        return _as_trained(self._passes.run_one(self._batch.parts[1]), self._counts[1])
 
     def _are_same(self, one: Gradient, other: Gradient) -> bool:
         """Return whether gradients of the same samples are equal, up to rounding; NaN is."""
@@ -154,7 +153,7 @@ class Judgement:
 
     def _named(self, whole: Gradient, found: Differences) -> Exactness:
         """Name the cause of a difference that is not due to state."""
-        (other,) = self._passes.run(self._remake().whole, seed=1)
+        other = self._passes.run_one(self._remake().whole, seed=1)
         noise = distance(whole, _finite(other, "its gradient with other random numbers"))
         level = self._tolerance
         if noise > self._tolerance:
@@ -169,21 +168,28 @@ class Judgement:
             found = replace(self._of_loss, error=found.error)
         return self._exactness(found.cause(level), found)
 
+    def _adds_up_by_parts(self, first: Gradient, second: Gradient) -> bool:
+        """Return whether the parts give the gradient of a whole in which BatchNorm normalizes each part by itself.
+
+        If so, nothing else couples samples. If not, a layer's rows may be in another order than the samples.
+        """
+        with statistics_of_parts(self._batch.sizes):
+            whole = self._passes.run_one(self._batch.whole)
+        return self._differences(whole, first, second, enough=math.inf).error <= self._tolerance
+
     @cached_property
     def _of_loss(self) -> Differences:
         """The differences if BatchNorm layers normalize by running statistics, so that they couple no samples."""
         with fixed_statistics():
-            (found,) = self._passes.run(self._batch.whole)
-            whole = _finite(found, _BY_STATISTICS)
-            parts = self._as_trained(self._passes.run(*self._batch.parts))
+            whole = _finite(self._passes.run_one(self._batch.whole), _BY_STATISTICS)
+            parts = map(_as_trained, self._passes.run(*self._batch.parts), self._counts)
             return self._differences(whole, *parts, enough=self._tolerance)
 
     def _differences(self, whole: Gradient, first: Gradient, second: Gradient, *, enough: float) -> Differences:
         return compare(whole, first, second, weight=self._counts[0] / sum(self._counts), enough=enough)
 
     def _stateful(self, found: Differences | None) -> Exactness:
-        verdict = self._exactness("stateful", found)
-        return replace(verdict, tensors=self._passes.changed or (ELSEWHERE,))
+        return replace(self._exactness("stateful", found), tensors=self._passes.changed or (ELSEWHERE,))
 
     def _exactness(self, cause: Cause, found: Differences | None = None, **more: Any) -> Exactness:
         return Exactness(
@@ -206,8 +212,7 @@ def judge_chunks(passes: Passes, chunked: "ChunkedModules", batch: CutBatch, tol
 
     def gradient(size: int | None) -> Gradient:
         chunked.size.use(size, window=samples)
-        (found,) = passes.run(batch.whole)
-        return found
+        return passes.run_one(batch.whole)
 
     whole = gradient(None)
     for name, chunks in chunked.forwards.items():
@@ -233,7 +238,5 @@ def judge_chunks(passes: Passes, chunked: "ChunkedModules", batch: CutBatch, tol
                 f"{error:.1g} of it, so what it computes of a sample depends on the others: name submodules that treat "
                 "samples by themselves."
             )
-    layers: list[str] = []
-    for chunks in chunked.forwards.values():
-        layers += batch_norm_layers(chunks.module)
+    layers = chain.from_iterable(batch_norm_layers(chunks.module) for chunks in chunked.forwards.values())
     return Exactness(error, tolerance, "batch_norm", reason=PER_CHUNK, layers=tuple(layers))

@@ -1,8 +1,9 @@
 """Measure whether micro-batches give the gradient of the whole batch: one experiment, before training and within it.
 
 A batch of the user's own data runs through the code that trains: as a whole; in two parts, one right after the
-other; and, if the gradients differ, as a whole again with other random numbers. The gradients give the verdict. It
-cannot show effects that come between measurements, rare samples, what callbacks do, and state outside of the module.
+other; and, if the gradients differ, as a whole again: with BatchNorm that normalizes each part by itself, and with
+other random numbers. The gradients give the verdict. It cannot show effects that come between measurements, rare
+samples, what callbacks do, and state outside of the module.
 """
 
 from collections.abc import Callable
@@ -74,17 +75,15 @@ def measure_at_start(
         make = partial(_make_batch, batches, move, size, multiple)
         return _tried(trainer, make, normalize, plain=plain, begins=begins, in_step=in_step, chunked=chunked)
 
-    most = min(limit, batches.most)
+    most = whole_multiples(min(limit, batches.most), multiple)
     most_at_first = batches.most if plain else most  # a small model may begin above its limit
-    unequal_parts = 3 * multiple  # two multiples and one
-    size = whole_multiples(min(max(SAMPLES, unequal_parts), most_at_first), multiple)
+    # Three multiples make unequal parts, of two and of one.
+    size = whole_multiples(min(max(SAMPLES, 3 * multiple), most_at_first), multiple)
     if size < 2:
         return unmeasured(trainer, "a micro-batch of one sample has no parts")
     found = tried(size)
-    larger = whole_multiples(min(_MORE * size, most), multiple)
-    while found is not None and not found.has_gradient and larger > size:
-        size = larger
-        larger = whole_multiples(min(_MORE * size, most), multiple)
+    while found is not None and not found.has_gradient and size < most:
+        size = min(_MORE * size, most)
         found = tried(size)
     while found is None and size >= 4:  # memory has run out
         size = whole_multiples(size // 2, multiple)

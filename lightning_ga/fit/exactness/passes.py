@@ -105,17 +105,18 @@ class Passes:
             self.changed = tuple(name for name, mark in self._state().items() if mark != before.get(name))
         return gradients
 
+    def run_one(self, batch: Any, *, seed: int = 0, watched: bool = False) -> Gradient:
+        """Return the gradient of one batch."""
+        return self.run(batch, seed=seed, watched=watched)[0]
+
     def _gradient(self, parameter: Tensor) -> Tensor:
         """Return the gradient, zeros if there is none, on the host.
 
-        If it lies there, it is not copied unless copies are counted: the next pass makes another.
+        One that lies there is copied only if memory is counted: the next pass makes another.
         """
         if parameter.grad is None:
             return torch.zeros_like(parameter, device="cpu").detach()
-        gradient = parameter.grad.to_dense()
-        if self.is_on_host and not LiveTensorMeter.active:
-            return gradient
-        return gradient.to("cpu", copy=True)
+        return parameter.grad.to_dense().to("cpu", copy=bool(LiveTensorMeter.active))
 
     def _state(self) -> dict[str, Any]:
         """Return marks of all that a pass should not change, by name: weights, buffers, attributes that pickle.
@@ -168,19 +169,19 @@ class _Marks(pickle.Pickler):
 @torch.no_grad()
 def _perturb(tensors: Sequence[Tensor]) -> None:
     """Change tensors a little, in the same way each time; add noise to small ones."""
-    generator = torch.Generator().manual_seed(0)
     writable = list(filter(is_writable, tensors))
     torch._foreach_mul_(writable, 1.0 + PERTURBATION)
-    for tensor in writable:
-        if tensor.is_floating_point() and tensor.numel() <= _SMALL:
-            noise = torch.empty(tensor.shape, device="cpu").normal_(generator=generator)
-            tensor.add_(noise.to(tensor.device), alpha=PERTURBATION)
+    small = [tensor for tensor in writable if tensor.is_floating_point() and tensor.numel() <= _SMALL]
+    longest = max(map(torch.numel, small), default=0)
+    noise = torch.empty(longest + len(small), device="cpu").normal_(generator=torch.Generator().manual_seed(0))
+    for start, tensor in enumerate(small):  # each takes other numbers, so that equal ones become unlike
+        own = noise[start : start + tensor.numel()].view(tensor.shape)
+        tensor.add_(own.to(tensor.device), alpha=PERTURBATION)
 
 
 def batch_norm_layers(module: Module) -> tuple[str, ...]:
     """Return the names of BatchNorm layers in training mode, which normalize by the samples of a micro-batch."""
-    layers = dict(module.named_modules())
-    return tuple(name for name, layer in layers.items() if isinstance(layer, _BatchNorm) and layer.training)
+    return tuple(name for name, layer in module.named_modules() if isinstance(layer, _BatchNorm) and layer.training)
 
 
 def fixed_statistics() -> AbstractContextManager[None]:
@@ -200,10 +201,24 @@ def fixed_statistics() -> AbstractContextManager[None]:
         *momentum_and_eps: float,
         **named: float,
     ) -> Tensor:
-        uses_batch = training and mean is None  # there are no running statistics
-        return normalize(values, mean, variance, weight, bias, uses_batch, *momentum_and_eps, **named)
+        training = training and mean is None  # there are no running statistics
+        return normalize(values, mean, variance, weight, bias, training, *momentum_and_eps, **named)
 
     return replaced(functional, batch_norm=fixed)
+
+
+def statistics_of_parts(sizes: tuple[int, int]) -> AbstractContextManager[None]:
+    """Return a context in which BatchNorm normalizes two parts of a batch by themselves, as if they were two batches.
+
+    The rows of a layer's input are taken to belong to the samples in their order.
+    """
+    normalize = functional.batch_norm
+
+    def in_parts(values: Tensor, *statistics: Any, **named: Any) -> Tensor:
+        parts = values.tensor_split([len(values) * sizes[0] // sum(sizes)])
+        return torch.cat([normalize(part, *statistics, **named) for part in parts])
+
+    return replaced(functional, batch_norm=in_parts)
 
 
 def rounding(trainer: Any, *, plain: bool = True) -> float:
@@ -245,10 +260,9 @@ def _stop_dropping(module: Module) -> None:
 
 def _is_rate(layer: type, name: str) -> bool:
     """Return whether an attribute of such layers is the share of values that they drop."""
-    if re.search(_RATES, name):
-        return True
-    is_dropping = re.search(_DROPPING, layer.__name__.lower()) is not None
-    return is_dropping and name in _RATES_OF_DROPPING
+    if name in _RATES_OF_DROPPING:
+        return re.search(_DROPPING, layer.__name__.lower()) is not None
+    return re.search(_RATES, name) is not None
 
 
 @contextmanager
