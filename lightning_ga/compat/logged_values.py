@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -159,16 +159,18 @@ class StepValues:
             return
         logged = [*self._values[key].values()]
         of_samples = [each for each in logged if each.samples]
-        value, _ = merged_entry(of_samples or logged)  # without stand-ins
-        result._forward_cache = self._over_ranks(value, result.meta.sync)
+        used = of_samples or logged  # without stand-ins
+        value, _ = merged_entry(used)
+        weight = float(sum(each.weight for each in used))
+        result._forward_cache = self._over_ranks(value, weight, result.meta.sync)
 
-    def _over_ranks(self, value: Tensor, sync: Any) -> Tensor:
+    def _over_ranks(self, value: Tensor, weight: float, sync: Any) -> Tensor:
         """Exchange a value between ranks if that was asked for, unless it was exchanged before the window failed."""
         if not sync.should:
             return value
         if self._next == len(self._exchanged):
             with ranks.uncounted_collectives(), self._waiting():
-                self._exchanged.append(sync(value))
+                self._exchanged.append(_exchanged(value, weight, sync))
         self._next += 1
         return self._exchanged[self._next - 1]
 
@@ -230,18 +232,24 @@ def _empty_copy(metric: Metric) -> Metric | None:
     return copy
 
 
-def merged_entry(logged: Sequence[Logged]) -> tuple[Any, Settings]:
-    """Merge what was logged in all passes: add up sums, average means by weight or by a counted ``batch_size``."""
+def _exchanged(value: Tensor, weight: float, sync: Any) -> Tensor:
+    """Exchange a value; a mean is weighted by what each rank has counted, if not all have counted as much."""
+    if sync.op != "mean":
+        return cast(Tensor, sync(value))
+    wide = value.to(torch.promote_types(value.dtype, torch.float32))
+    of_rank = torch.full_like(wide, weight)
+    mean_of_all, weighted, weights, squares = sync(torch.stack([wide, wide * weight, of_rank, of_rank.square()]))
+    are_equal = squares == weights.square()
+    return torch.where(are_equal, mean_of_all, weighted / weights).to(value.dtype)
+
+
+def merged_entry(logged: Sequence[Logged], largest: int = 0) -> tuple[Any, Settings]:
+    """Merge what was logged in all passes: add up sums, average means by weight or by a counted ``batch_size``.
+
+    The ``largest`` batch, of which there may be one with fewer samples, has so many.
+    """
     values = [each.value for each in logged]
-    weights: list[Any] = [each.weight for each in logged]
-    samples = [each.samples for each in logged]
-    given = [each.settings.get("batch_size") for each in logged]
-    sizes = [None if size is None else int(size) for size in given]  # tensors are unlike each other
-    settings = {**logged[0].settings}
-    if None not in sizes and _are_counts(sizes, samples):
-        settings["batch_size"] = sum(sizes)
-        if sizes != samples:
-            weights = sizes
+    weights, settings = _weights_of(logged, largest)
     if not all(isinstance(value, Tensor) for value in values):  # a metric has seen all passes
         return values[0], settings
     kind = settings.get("reduce_fx", "mean")
@@ -250,6 +258,20 @@ def merged_entry(logged: Sequence[Logged]) -> tuple[Any, Settings]:
     if reduce is None:
         return mean(values, weights), settings
     return reduce(torch.stack(values)), settings
+
+
+def _weights_of(logged: Sequence[Logged], largest: int) -> tuple[Sequence[float], Settings]:
+    """Return what passes weigh in means, and the settings by which the merged value is logged."""
+    samples = [each.samples for each in logged]
+    given = [each.settings.get("batch_size") for each in logged]
+    sizes = [None if size is None else int(size) for size in given]  # tensors are unlike each other
+    settings = {**logged[0].settings}
+    counts = [size for size in sizes if size is not None]
+    if len(counts) == len(samples) and _are_counts(counts, samples, largest):
+        settings["batch_size"] = sum(counts)
+        if counts != samples:
+            return counts, settings
+    return [each.weight for each in logged], settings
 
 
 def mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
@@ -264,16 +286,17 @@ def mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     return (torch.stack(weighted).sum(0) / float(sum(shares))).to(dtype)
 
 
-def _are_counts(sizes: Sequence[Any], samples: Sequence[int]) -> bool:
+def _are_counts(sizes: Sequence[int], samples: Sequence[int], largest: int) -> bool:
     """Return whether each ``batch_size`` seems to be counted in its pass, and not to be a constant as the loader's.
 
     - Sizes that differ from pass to pass, or that equal the passes' samples, are counted.
-    - One size for passes of unlike samples is a constant, and so is one that equals the samples of all passes.
+    - One size for passes of unlike samples is a constant, and so is one that equals the samples of all passes, or of
+      the ``largest`` batch.
     - Another size for passes of equal samples may count tokens, as many in each sample.
     """
     if len({*sizes}) > 1 or [*sizes] == [*samples]:
         return True
     if len({*samples}) > 1 or samples[0] == 0:  # a rank without a sample runs a stand-in
         return False
-    is_multiple = int(sizes[0]) % samples[0] == 0
-    return is_multiple and sizes[0] != sum(samples)
+    is_multiple = sizes[0] % samples[0] == 0
+    return is_multiple and sizes[0] not in (sum(samples), largest)

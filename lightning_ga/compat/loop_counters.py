@@ -180,7 +180,7 @@ class LoopPlace(LoopReader):
         for name in _COUNTS:
             count = at
             if batch_end_is_due and name == "completed":
-                count -= 1  # the end of the last batch is still to run, and counts it: from -1 in an epoch that begins
+                count -= 1  # the end of the last batch runs once more, and adds 1; -1 if the epoch begins
             setattr(progress.current, name, count)
             if total:
                 setattr(progress.total, name, before + count)

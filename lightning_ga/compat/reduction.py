@@ -144,13 +144,13 @@ class Exchange:
             return self.refusal
         if (was_sending or self._stage is Stage.DONE) and not self._is_noted:
             return ALREADY_SENT
-        if self._stage is not Stage.DONE:  # a window that is done has nothing left to average, though it repeats
-            self._stage = Stage.PASSES
+        self._stage = Stage.PASSES
         self._repeats = True
         self._noting.keep()
         if was_sending and self._noting.buckets_agreed:
-            self._has_lost_order = True
-        lacks_order = self._is_noted and (self._has_lost_order or not self._is_ordered)
+            self._has_lost_order = True  # also resets it after each exchange from here on
+        sees_order_again = self._has_lost_order or not self._is_ordered  # else it is left alone
+        lacks_order = self._is_noted and sees_order_again
         if module.find_unused_parameters or lacks_order:  # a reset also forgets what was used under ``no_sync``
             module.reducer._reset_state()
         return None

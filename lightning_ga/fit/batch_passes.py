@@ -114,19 +114,20 @@ class BatchPasses(WholePasses):
         """Run a batch in pieces, sum their gradients, and merge what they log and return."""
         self._parts.values.begin_merging()
         samples_of_unit = batch_samples // sum(self.sizes)
-        pieces = Pieces(self._trainer.fit_loop.epoch_loop._results)
+        largest_batch = max(batch_samples, self._planner.batch_size)
+        pieces = Pieces(self._trainer.fit_loop.epoch_loop._results, largest_batch)
         result: Any = None  # of the last piece that has run
-        for number, (piece, size, is_last) in enumerate(cut_in_pieces(self._cutter(), batch, self.sizes)):
-            self._compiled.mark(tensors_in(piece), size)
+        for number, (piece, units, is_last) in enumerate(cut_in_pieces(self._cutter(), batch, self.sizes)):
+            self._compiled.mark(tensors_in(piece), units)
             closure = of_piece(piece)
-            samples = size * samples_of_unit
+            samples = units * samples_of_unit
             share = self._parts.gradients.weigh_piece(piece, batch, samples=samples, batch_samples=batch_samples)
             with ExitStack() as stack:
                 stack.enter_context(self._pass(is_last=is_last))
                 if not is_last:
                     stack.enter_context(closures.before_the_last(self._trainer))
                 # The last pass logs at once, because other ranks may exchange values in it.
-                stack.enter_context(pieces.piece(samples=size, share=share, logs_at_once=is_last))
+                stack.enter_context(pieces.piece(samples=samples, share=share, logs_at_once=is_last))
                 result = self._run_piece(closure, samples_of_unit, zeroes=number == 0)
             if not is_last:  # ``before_the_last`` leaves out the hook that settles gradients
                 self._parts.gradients.settle()

@@ -90,6 +90,7 @@ class _LoaderPieces:
         self._cutter = BatchCutter(
             list(map(KnownSamples, found)), combine, loaders.BatchTransfer(trainer, loader_index)
         )
+        self._largest_batch = 0  # samples of it so far
         self._pass_size = 0  # samples of the last pass that has begun; 0 if they were not counted
 
     def run(
@@ -103,16 +104,21 @@ class _LoaderPieces:
         """Run the step on a batch, or on pieces of its copy that are within the ``limit`` which errors have left."""
         self._pass_size = 0
         sizes: Sequence[int] = WHOLE
+        samples_of_unit = 1
         if limit is not None:
             with suppress(LayoutError):  # one that cannot be cut may fit as a whole
-                sizes = piece_sizes(self._cutter.count(kept_batch), limit)
+                units = self._cutter.count(kept_batch)
+                samples = self._cutter.weight(kept_batch, units)
+                samples_of_unit = samples // max(1, units)
+                self._largest_batch = max(self._largest_batch, samples)
+                sizes = piece_sizes(units, limit)
         in_pieces = len(sizes) > 1
         # A rank that repeats a step logs after it, so that no value is exchanged twice.
         logs_after_steps = in_pieces or self._trainer.world_size > 1
-        pieces = Pieces(self._trainer._results if logs_after_steps else None)
+        pieces = Pieces(self._trainer._results if logs_after_steps else None, self._largest_batch)
         for piece, size, _ in cut_in_pieces(self._cutter, kept_batch if in_pieces else batch, sizes):
             self._pass_size = size
-            with pieces.piece(samples=size, share=float(size)):
+            with pieces.piece(samples=size * samples_of_unit, share=float(size)):
                 pieces.add(step(piece))
             others = exchanged()
             if in_pieces and others is not None:  # other ranks run one collective a batch, this one would run more

@@ -40,7 +40,7 @@ class LeftOut:
         self._gradients = parts.gradients
         self._data = data
         self._left_out: set[int] = set()  # indices of passes in the running window
-        self._running: int | None = None  # index in its window of the pass that runs; none between two of them
+        self.running: int | None = None  # index in its window of the pass that runs; none between two of them
         self._shapes = ""  # of its batch
         self._in_row = 0  # left out since a window was whole
         self._by_epoch: Counter[int] = Counter()  # how many were left out in each
@@ -57,9 +57,9 @@ class LeftOut:
             index_in_window = self._gradients.passes - 1
             if index_in_window < 0:  # a trial step, before the window's first pass
                 return step(batch, *others)
-            is_new_pass = index_in_window != self._running  # else a trial step, after the pass that has failed
+            is_new_pass = index_in_window != self.running  # else a trial step, after the pass that has failed
             if is_new_pass:
-                self._running = index_in_window
+                self.running = index_in_window
                 self._shapes = " ".join(str(tuple(tensor.shape)) for tensor in tensors_in(batch))
             if index_in_window not in self._left_out:
                 return step(batch, *others)
@@ -77,15 +77,14 @@ class LeftOut:
 
     def forget_pass(self) -> None:
         """Forget the last pass: the loop's batch is done, or the window begins, maybe again."""
-        self._running = None
+        self.running = None
 
-    def add(self) -> bool:
-        """Leave out the sample whose pass has failed; return whether one is known to have.
+    def add(self, index_in_window: int | None) -> bool:
+        """Leave out the sample whose pass has failed, by its index in the window; return whether one is known to have.
 
         Raises:
             UserError: If too many are left out.
         """
-        index_in_window = self._running
         if index_in_window is None or index_in_window in self._left_out:
             return False
         self._left_out.add(index_in_window)

@@ -114,18 +114,19 @@ class LimitSearch:
         limit = self._parts.limit
         if not self._parts.shares.differ:
             limit.agree()
-        found_less_than_asked = limit.samples < self._asked
+        is_bounded_by_memory = limit.has_fallen or limit.samples < self._asked  # less was found than was asked about
         of_epoch = self._data.windows.planner.useful_limit(self._parts.progress.place.epochs[:1])
-        self._asked = max(of_window, min(2 * of_window, of_epoch))  # of a ramp, not each window is asked about
-        if limit.has_fallen or found_less_than_asked:  # memory bounds passes: a larger window has no larger ones
+        ahead = max(of_window, min(2 * of_window, of_epoch))  # twice as many, so that a ramp asks rarely
+        if is_bounded_by_memory:  # a larger window has no larger passes
+            self._asked = ahead
             return
-        limit.use(self._find(self._asked, None, self._setup(begins=False)))
+        limit.use(self._find(ahead, None, self._setup(begins=False)))
         self._use_found()
 
     def below(self, failed: int) -> int | None:
         """Look for the limit below a pass that ran out of memory, if only a whole window was asked about before.
 
-        The cache may know it from another run; the entry that this search writes is removed by ``Remedies.fall``. On
+        The cache may know it from another run; the entry that this search writes is removed by ``Remedies.apply``. On
         several ranks one does not look, because the others wait for it.
         """
         if self.found.fits is None or self._trainer.world_size > 1:
@@ -141,7 +142,7 @@ class LimitSearch:
 
     @cached_property
     def all_recomputable(self) -> tuple[str, ...]:
-        """All submodules that can be computed again: isolated passes that compute none again show them, once a fit."""
+        """All submodules that can be computed again, found once a fit, by passes in which nothing is computed again."""
         in_use = self.recomputed.names
         self.recomputed.use(())
         try:
@@ -218,8 +219,9 @@ class LimitSearch:
             return NO_LIMIT
         all_fit = fits >= tried
         if self._data.windows.planner.source.first_may_be_smaller:
-            nothing_is_cut = all_fit and self._parts.limit.chunked is None
-            return NO_LIMIT if nothing_is_cut else min(fits, tried)  # nothing is known of larger batches
+            if all_fit and self._parts.limit.chunked is None:
+                return NO_LIMIT  # larger batches run as they are, and are cut after an error
+            return min(fits, tried)
         whole_window_fits = all_fit and self.found.result is None
         if whole_window_fits:  # also if a collate function has dropped some of it: other batches may have all
             return useful

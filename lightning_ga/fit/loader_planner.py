@@ -17,7 +17,7 @@ class EpochInputs:
     """The inputs of an epoch's plan. If an epoch is planned again with these, its windows are the same."""
 
     epoch: int
-    recipe: RecipeEpoch
+    recipe_epoch: RecipeEpoch
     schedule: PiecewiseSchedule  # of its effective batches
     samples_done: int  # before its first window
     windows_done: int
@@ -102,8 +102,8 @@ class LoaderPlanner:
         """Plan an epoch; unless it is ``enabled``, the loader yields nothing, and another plan follows."""
         position = self._parts.progress.position_in(epoch)
         schedule = self._schedule_of(epoch, steps=position.steps_before, samples=position.samples_before)
-        recipe = self.source.epoch(epoch)
-        self.inputs = EpochInputs(epoch, recipe, schedule, position.samples_done, position.windows_done)
+        recipe_epoch = self.source.epoch(epoch)
+        self.inputs = EpochInputs(epoch, recipe_epoch, schedule, position.samples_done, position.windows_done)
         self.cut(enabled=enabled)
         if not schedule.is_constant:
             self.plan_window(position.windows_done, position.samples_done)
@@ -114,7 +114,7 @@ class LoaderPlanner:
         shares = self._parts.shares
         micro_batch = ceil_div(inputs.schedule.largest, self._sharing_ranks)
         self._cut_by = self._parts.limit.samples
-        if enabled:
+        if enabled:  # else data are being set up: what ``capped`` asks of samples must wait
             micro_batch = self._within_limit(micro_batch)
         self.plan = self.source.arrange(
             inputs.epoch,
@@ -153,7 +153,7 @@ class LoaderPlanner:
     @property
     def has_changed_length(self) -> bool:
         """Whether a hook has changed the length of the data since the epoch was planned."""
-        return self.source.epoch(self.inputs.epoch) != self.inputs.recipe
+        return self.source.epoch(self.inputs.epoch) != self.inputs.recipe_epoch
 
     @property
     def keeps_batches(self) -> bool:
@@ -170,4 +170,6 @@ class LoaderPlanner:
         if self._parts.request.is_by_window or not ranks_count_alike or self._parts.shares.differ:
             return False
         recipe_effective = self.source.within_epoch(self.recipe.effective, self.inputs.epoch)
-        return self.inputs.schedule.largest == recipe_effective and epoch_plan.length == self.inputs.recipe.batches
+        return (
+            self.inputs.schedule.largest == recipe_effective and epoch_plan.length == self.inputs.recipe_epoch.batches
+        )

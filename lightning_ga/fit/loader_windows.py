@@ -115,9 +115,9 @@ class LoaderWindows(CutWindows):
             self.planner.plan_epoch(self._place.epoch)
             self._place.size_epoch(self._source.epoch_plan.length)
         loader = self._source.loader
-        generator = loader.before_dry_run  # see ``loading.rebatch``: training's iterator needs it once more
-        self._iterate()
-        loader.before_dry_run = generator
+        before_dry_run = loader.before_dry_run  # see ``loading.rebatch``
+        self._iterate()  # uses it up, and training's iterator needs it once more
+        loader.before_dry_run = before_dry_run
         self.planner.note_first()
         batch = advance.first_batch(self._trainer)
         planned = 0  # samples on this rank before a collate function leaves any out
@@ -146,12 +146,17 @@ class LoaderWindows(CutWindows):
 
     @property
     def has_unequal_passes(self) -> bool:
-        """Whether micro-batches of the epoch's full windows, or of its last one, have unlike numbers of samples."""
+        """Whether micro-batches of some window of the epoch have unlike numbers of samples, on any rank."""
         plan = self._source.epoch_plan
-        for index in {plan.done, plan.count - 1} & {*range(plan.done, plan.count)}:
+        looked_at = range(plan.done, plan.count)
+        if self.planner.inputs.schedule.is_constant:  # all windows are like the first one, but for the last
+            looked_at = looked_at[:: max(1, len(looked_at) - 1)]
+        for index in looked_at:
+            sizes = set[int]()
             for rank in range(plan.world_size):
-                if len({*plan.window(index, rank).sizes, *plan.window(index).sizes}) > 1:
-                    return True
+                sizes.update(plan.window(index, rank).sizes)
+            if len(sizes) > 1:
+                return True
         return False
 
     # --- epochs --------------------------------------------------------------------------------
@@ -238,7 +243,7 @@ class LoaderWindows(CutWindows):
             if factor != self._place.factor:
                 self._relocate(window_number, factor)
         self._window = window
-        done = inputs.recipe.batches_done(window.end)
+        done = inputs.recipe_epoch.batches_done(window.end)
         self._span = WindowSpan(self._source.recipe.factor, position.batches_done, done, position.batches_before)
 
     def begin_batch(self, batch: Any, index_in_window: int) -> None:

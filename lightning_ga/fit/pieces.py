@@ -28,8 +28,9 @@ _LOSS = ("['loss']", ".loss")  # paths of a loss in a dictionary and in an objec
 class Pieces:
     """Keeps what the pieces of one batch log and return until all have run."""
 
-    def __init__(self, results: Any) -> None:
+    def __init__(self, results: Any, largest_batch: int = 0) -> None:
         self._results = results  # of the loop that runs; ``None`` in prediction
+        self._largest_batch = largest_batch  # samples of it: this one may be the smaller last one
         self._samples: list[int] = []  # of each piece
         self._shares: list[float] = []  # of each piece, in means over the batch
         self._outputs: list[Any] = []  # of each piece whose step has returned
@@ -76,7 +77,7 @@ class Pieces:
         if len(self._samples) == 1:
             log(fx, name, logged[0].value, **logged[0].settings)
             return
-        value, settings = merged_entry(logged)
+        value, settings = merged_entry(logged, self._largest_batch)
         log(fx, name, value, **settings)
 
 

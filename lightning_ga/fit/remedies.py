@@ -113,7 +113,8 @@ class Remedies:
         of_short_samples = self._windows.halve_passes_of_short_samples()
         if of_short_samples is not None:
             return Remedy(*of_short_samples)
-        helps = (self._may_recompute and self._recompute_all()) or self._left_out.add()
+        failed = self._left_out.running  # first: to see what can be computed again, steps are tried
+        helps = (self._may_recompute and self._recompute_all()) or self._left_out.add(failed)
         if not helps:
             return None
         if self._number not in self._failed:

@@ -148,8 +148,8 @@ class Rewinder:
     def _raise_if_final(self, error: Exception, kept_before: int) -> None:
         """Raise the error, and say why, if the window cannot begin again.
 
-        It can if all that was fetched of it can be had again: from the loader, or in the step if the batch of this
-        ``advance`` was kept, too, besides so many of before.
+        It can if its batches can be had again. The loader reads them by index; in the step they were kept, but for one
+        that the loader has failed to make: there are only as many as were ``kept_before`` this ``advance``.
         """
         is_certain = is_out_of_memory(error)  # nothing is said of an error that may mean something else
         if self._refusal is not None and is_certain:
@@ -160,7 +160,8 @@ class Rewinder:
             if self._place.begins_window:  # a member has failed
                 return
             raise error  # a resumed run has started within a window, of which nothing is kept
-        can_be_had_again = not self._windows.in_step or len(self._windows.batches) > kept_before
+        batch_was_kept = len(self._windows.batches) > kept_before
+        can_be_had_again = batch_was_kept or not self._windows.in_step
         if can_be_had_again and not self._is_updating:
             return
         if is_certain:
@@ -196,8 +197,9 @@ class Rewinder:
 
     def _leave_ranks(self) -> str | None:
         """Leave the exchange of gradients, so that this rank repeats the window alone; return why it cannot."""
-        is_alone = self._trainer.world_size == 1 or not self._is_begun
-        if not is_alone and ranks.collectives_run() != self._collectives:
+        if not self._is_begun:  # nothing of this window was exchanged
+            return None
+        if self._trainer.world_size > 1 and ranks.collectives_run() != self._collectives:
             return messages.EXCHANGES
         if not isinstance(self._exchange, Exchange):  # replicas of a sharded model run no window again
             return None

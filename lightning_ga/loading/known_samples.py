@@ -38,7 +38,7 @@ class KnownSamples:
         loader = self.loader
         if not collates(loader) or finishes_batches(loader) or not self.has_own_collate or self.reader.first:
             return loader
-        if hasattr(loader.dataset, "__getitems__"):  # which may return a batch
+        if self.reader.reads_lists:  # of which it may make a batch
             return loader
         self._shown = ShownSamples(loader, _FEW)
         return self._shown.loader
@@ -146,10 +146,11 @@ class KnownSamples:
 
     def takes_only_some(self, count: int) -> bool:
         """Return whether a batch of so many samples was seen to have fewer elements than batches of few predict."""
-        if not self.has_own_collate or not self.examples:
-            return False
-        found, of_all = self._seen_and_expected(count)
-        return 0 < found < of_all
+        for example in self._extremes():
+            found, of_all = self._seen_and_expected(example, count)
+            if 0 < found < of_all:
+                return True
+        return False
 
     def joins_batches(self, batch_size: int) -> bool:
         """Return whether two batches of so many samples were seen to make one: some functions take only the first.
@@ -161,21 +162,36 @@ class KnownSamples:
             return True
         if not self.can_be_read_apart or not self.examples:
             return False
-        found, of_all = self._seen_and_expected(2 * batch_size)
-        return found == of_all > 0
+        for example in self._extremes():
+            found, of_all = self._seen_and_expected(example, 2 * batch_size)
+            if not found == of_all > 0:
+                return False
+        return True
 
-    def _seen_and_expected(self, count: int) -> tuple[int, int]:
+    def _extremes(self) -> list[Any]:
+        """Return the largest example, and the smallest, of which a function that takes so many tokens takes more."""
+        if not self.has_own_collate or not self.examples:
+            return []
+        by_elements = sorted(self.examples, key=elements, reverse=True)
+        if elements(by_elements[0]) == elements(by_elements[-1]):
+            return by_elements[:1]
+        return [by_elements[0], by_elements[-1]]
+
+    def _seen_and_expected(self, example: Any, count: int) -> tuple[int, int]:
         """Return the elements of a batch of ``count`` times one sample, and those that it has if all are taken.
 
-        Every sample adds as many then as the fourth to a batch of three; if the third adds another number, both are 0.
+        Every sample adds as many then as the fourth to a batch of three, or as the second if the fourth adds none. If
+        the third adds another number than the fourth, or the second none, too, both are 0: nothing is known.
         """
-        example = max(self.examples, key=elements)
         count = max(4, min(count, _MOST_ELEMENTS // max(1, elements(example))))
-        two, three, four = (self.elements_of([example], few) for few in (2, 3, 4))
+        one, two, three, four = (self.elements_of([example], few) for few in (1, 2, 3, 4))
         added = four - three
-        if added <= 0 or three - two != added:
+        takes_fewer_than_four = added == 0 and 0 < one < two
+        if takes_fewer_than_four:
+            added = two - one
+        elif added <= 0 or three - two != added:
             return 0, 0
-        return self.elements_of([example], count), four + added * (count - 4)
+        return self.elements_of([example], count), two + added * (count - 2)
 
 
 def _one_of_each_first(groups: list[list[Any]]) -> list[Any]:

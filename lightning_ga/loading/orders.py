@@ -133,7 +133,7 @@ class FromSampler:
             return None
         try:
             return b64encode(zlib.compress(array("q", indices).tobytes())).decode()
-        except TypeError:  # indices may be of any type
+        except (TypeError, OverflowError):  # indices may be of any type, and of any size
             return None
 
     def restore(self, kept: str, epoch: int) -> None:

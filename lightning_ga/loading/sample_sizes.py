@@ -168,11 +168,11 @@ def _read_shared(samples: Iterable[dict[_Axis, int]]) -> tuple[_Shared, "array[i
     sizes = array("q")
     for extents in samples:
         if shared is None:
-            shared = extents
-        differing = [axis for axis in shared if extents.get(axis) != shared[axis]]
-        if differing:  # all samples before this one have the same extents there
-            before = max(map(shared.pop, differing))
-            sizes = array("q", map(partial(max, before), sizes))
+            shared = dict(extents)
+        differing = {axis: extent for axis, extent in shared.items() if extents.get(axis) != extent}
+        for axis, extent in differing.items():  # all samples before this one have this extent there
+            del shared[axis]
+            sizes = array("q", map(partial(max, extent), sizes))
         sizes.append(max((extents[axis] for axis in extents.keys() - shared.keys()), default=0))
     shared = shared or {}
     least = 1 if any(sizes) else max(shared.values(), default=1)

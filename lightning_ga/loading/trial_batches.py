@@ -203,8 +203,7 @@ class CollatedTrials:
 class CutTrials:
     """Batches cut out of one that training will run, as the loader made it; none if that is ``None``.
 
-    ``planned`` samples went into it, of which a collate function may have left fewer. Another rank may have planned
-    ``most``.
+    ``planned`` samples went into it, of which a collate function may have left fewer. Some rank has planned ``most``.
     """
 
     largest = None  # no samples are known by themselves
@@ -212,20 +211,24 @@ class CutTrials:
     def __init__(self, batch: Any, cutter: BatchCutter, most: int, planned: int) -> None:
         self.cutter = cutter
         self._batch = batch
-        self._most = most
-        self._planned = planned
+        self._planned_on_any_rank = most
+        self._planned_here = planned
 
     @cached_property
     def _held(self) -> int:
         """The samples of the batch; the most if they cannot be counted."""
         counted = attempt(self.cutter.count_moved, lambda _: True, self._batch)
-        return self._most if counted.failure else min(self._most, counted.result)
+        most = self._planned_on_any_rank
+        return most if counted.failure else min(most, counted.result)
 
     @property
     def most(self) -> int:
-        """Samples of the largest micro-batch on any rank; if this batch has lost some, those that are left in it."""
-        lacks_samples = self._held < self._planned
-        return self._held if lacks_samples else self._most
+        """Samples of the largest micro-batch on any rank; if this batch has lost some, those that are left in it.
+
+        A rank that has planned fewer answers for the others, too.
+        """
+        has_lost_some = self._held < self._planned_here
+        return self._held if has_lost_some else self._planned_on_any_rank
 
     @property
     def empty(self) -> bool:

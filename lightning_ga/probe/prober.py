@@ -249,8 +249,9 @@ class Prober:
         taken = first.trial.peak_bytes - alive
         affordable = affordable_samples(first, budget - alive, taken=taken, rounding=rounding)
         affordable = self._training.smallest(min(max(0, affordable), 2 * high))
-        for failed in self._tried:
-            high = min(high, failed.micro_batch_size - 1)
+        for trial in self._tried:
+            if not trial.fits:
+                high = min(high, trial.micro_batch_size - 1)
         kernels_vary = allocator is not None and not cautious
         task = Task(
             high,

@@ -96,15 +96,15 @@ class Search:
         return ceil_div(above, self.task.multiple) * self.task.multiple
 
     def _whole(self, size: int) -> int:
-        """Return the largest multiple up to a size; if that is no news, the next one above the limit.
+        """Return the largest multiple up to a proposed size; if that is no news, the next one above the limit.
 
-        It stays at the limit where more is not safe, or is known not to fit.
+        It is not, where the search is over, more is not safe, or is known not to fit.
         """
         whole = whole_multiples(size, self.task.multiple)
-        is_over = size <= self.limit or self.task.is_cautious or self._is_proven()
-        if whole > self.limit or is_over:
-            return whole
-        return self._following(self.limit)
+        more_is_tried = size > self.limit and not self.task.is_cautious and not self._is_proven()
+        if whole <= self.limit and more_is_tried:
+            return self._following(self.limit)
+        return whole
 
     def _guess(self) -> int:
         """Guess the limit from the predicted curve and from the trials that contradict it."""

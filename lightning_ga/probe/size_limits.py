@@ -33,6 +33,6 @@ def limits_by_size(
     fits, steps = confirm([samples for samples in shares if samples > limit])  # ``limit`` samples fit at every size
     fits = max(limit, fits)
     offset = 0
-    if limit < fits < most:
+    if limit < fits < most:  # the chord: limit × (longest + offset) = fits × (shorter + offset)
         offset = max(0, ceil_div(limit * longest - fits * shorter, fits - limit))
     return SizeLimits(limit * (longest + offset), fits, offset), steps

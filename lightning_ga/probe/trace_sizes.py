@@ -53,9 +53,9 @@ def trace_sizes(
 def affordable_samples(first: Step, room: int, *, taken: int = 0, rounding: int = 1) -> int:
     """Return the samples that fit if all that grows does so in proportion, as the first step bounds it.
 
-    What forward and backward passes (before the last mark) allocate and release may grow; the rest is added once. Of
-    the bytes besides what is alive after the step, the budget leaves ``room``, and the step took ``taken`` by an
-    allocator's measure. If the step was not recorded, all of these may grow.
+    Of the budget, ``room`` bytes are left beside what is alive after the step. All that the step took of these counts
+    once, ``taken`` by an allocator's measure; and for as many samples more, what its forward and backward passes
+    (before the last mark) allocate and release, which is on the safe side. All of it, if the step was not recorded.
     """
     once = max([taken, *(trace.transient_peak(rounding) for trace in first.traces)])
     growing = once

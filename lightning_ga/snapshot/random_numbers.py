@@ -49,7 +49,9 @@ def generators_in(values: Iterable[Any]) -> list[Any]:
 
 def _is_generator(value: Any) -> bool:
     # ``isinstance`` of ``torch.Generator`` is slow.
-    return type(value).__module__ not in ("builtins", "collections") and isinstance(value, GENERATORS)
+    if type(value).__module__ in ("builtins", "collections") or isinstance(value, random.SystemRandom):  # has no state
+        return False
+    return isinstance(value, GENERATORS)
 
 
 def generators_of(module: torch.nn.Module) -> list[Any]:

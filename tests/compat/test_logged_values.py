@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities import CombinedLoader
 from ranks import ddp, on_ranks
 from reference import Samples, network, quiet_trainer
 from torch.nn.functional import mse_loss
@@ -231,3 +232,86 @@ def test_ranks_exchange_the_values_of_windows(mode: str, tmp_path: Path) -> None
         for one, other in zip(cut, whole):
             assert_same(one[:3], other[:3])
         assert [each[3] for each in cut] == [0, int(fails > 0)]
+
+
+class Numbered(Logging):
+    """Logs the mean of the numbers of its samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers: list[list[float]] = [[]]  # of this rank's samples, by window
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.numbers[-1] += batch[2].tolist()
+        self.log("number", batch[2].double().mean(), on_step=True, sync_dist=True)
+        return mse_loss(self.net(batch[0]), batch[1])
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if not self.trainer.fit_loop._should_accumulate():
+            self.numbers.append([])
+
+
+def numbers_on_rank(mode: str) -> Any:
+    """Train in windows of 5 + 4 samples if the loader cuts, else with what a stream gives: 5 and 2."""
+    module = Numbered()
+    callback = ours(2, mode, effective_batch_size=9 if mode == "loader" else None)
+    batch = 5 if mode == "loader" or os.environ["RANK"] == "0" else 2
+    rows, *_ = train_logged(callback, batch=batch, samples=45, module=module, max_steps=4, **ddp())
+    return [row["number"] for _, row in rows], module.numbers
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("mode", ["loader", "step"])
+def test_a_mean_over_ranks_is_that_of_their_samples(mode: str, tmp_path: Path) -> None:
+    one, other = on_ranks(numbers_on_rank, tmp_path, mode)
+    of_windows = [[*mine, *others] for mine, others in zip(one[1], other[1])][:4]
+    assert len({*map(len, one[1][:4]), *map(len, other[1][:4])}) > 1
+    assert one[0] == other[0] == pytest.approx([sum(window) / len(window) for window in of_windows], rel=1e-12)
+
+
+class Epochs(Logging):
+    """Logs the mean number of its samples for the epoch, with a ``batch_size`` of its own."""
+
+    def __init__(self, size_of: Any) -> None:
+        super().__init__()
+        self.size_of = size_of
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        first, *_ = batch if isinstance(batch[0], list) else (batch, None)
+        self.log("number", first[2].double().mean(), on_epoch=True, batch_size=self.size_of(batch))
+        return mse_loss(self.net(first[0]), first[1])
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Log nothing here."""
+
+
+class Evaluated(Epochs):
+    """Memory runs out in validation with more than two samples."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if len(batch[0]) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        self.log("number of validation", batch[2].double().mean(), batch_size=self.size_of(batch))
+
+
+@pytest.mark.filterwarnings("ignore:Memory ran out in:UserWarning")
+@pytest.mark.parametrize("micro_batch", [2, 3])
+def test_a_constant_batch_size_is_one_in_the_smaller_last_batch_too(micro_batch: int) -> None:
+    """Batches of 8, 8 and 4 samples: Lightning weighs each as 8."""
+    module = Evaluated(lambda _: 8)
+    trainer = quiet_trainer(ours(micro_batch, "step"), max_epochs=1)
+    trainer.fit(module, DataLoader(Samples(20), batch_size=8), DataLoader(Samples(20), batch_size=8))
+    expected = sum([3.5, 11.5, 17.5]) / 3
+    assert float(trainer.callback_metrics["number_epoch"]) == pytest.approx(expected)
+    assert float(trainer.callback_metrics["number of validation"]) == pytest.approx(expected)
+
+
+def test_samples_of_several_loaders_are_counted() -> None:
+    """A ``batch_size`` that is counted in the larger batch, of 8 beside 4 samples, and at the end beside 2."""
+    loaders = [DataLoader(Samples(24), batch_size=8), DataLoader(Samples(10), batch_size=4)]
+    found = []
+    for callbacks in ([], [ours(2, "step")]):
+        trainer = quiet_trainer(*callbacks, max_epochs=1)
+        trainer.fit(Epochs(lambda batch: len(batch[0][0])), CombinedLoader(loaders, "min_size"))
+        found.append(float(trainer.callback_metrics["number_epoch"]))
+    assert found[1] == pytest.approx(found[0])

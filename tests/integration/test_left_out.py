@@ -29,6 +29,21 @@ class Refusing(Regression):
         return super().training_step(batch, batch_idx)
 
 
+class Flat(Regression):
+    """Has no submodules, of which any could be computed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.net
+        self.weight = torch.nn.Parameter(torch.zeros(5, 1, dtype=torch.float64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return (batch[0] @ self.weight - batch[1]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
 def train(module: Any, *arguments: Any, samples: int, batch: int = 4, **given: Any) -> AutoAccumulate:
     """One epoch in order, in which samples may be left out."""
     callback = AutoAccumulate(*arguments, on_oom="skip", verify=False, cache=False, **given)
@@ -55,6 +70,25 @@ def test_a_sample_at_the_start_of_its_window_is_listed_with_its_own_shapes(mode:
     train(Refusing(4), samples=16, micro_batch_size=4, micro_batching=mode)
     (row,) = rows_of(tmp_path)
     assert (row["window"], row["place"], row["size"]) == ("1", "0", "(1, 5) (1, 1) (1,)")
+
+
+def test_memory_that_runs_out_before_a_pass_leaves_out_no_sample_that_trial_steps_have_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before samples are left out, trial steps see what can be computed again: they name no sample."""
+    module = Flat()
+    moved: list[int] = []
+
+    def transfer_batch_to_device(batch: Any, *_: Any) -> Any:
+        moved.append(len(batch[0]))
+        if len(moved) == 3:
+            raise torch.OutOfMemoryError(FULL)
+        return batch
+
+    monkeypatch.setattr(module, "transfer_batch_to_device", transfer_batch_to_device)
+    with pytest.raises(UserError, match="with one sample alone"):
+        train(module, samples=8, micro_batch_size=1, checkpoint="auto")
+    assert not (tmp_path / "skipped.csv").exists()
 
 
 def test_memory_that_runs_out_before_a_pass_leaves_out_no_sample_of_the_attempt_before(

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ga import AutoAccumulate, ExactnessWarning, UserError
 from lightning_ga.plan.item_counters import AttentionMaskTokens, TargetTokens
+from lightning_ga.schedule import by_step
 
 
 class Sequences(Texts):
@@ -83,6 +84,16 @@ def test_hooks_of_a_pass_without_tokens_end_with_the_fit() -> None:
     with pytest.raises(ValueError, match="after the hook"):
         fit(data, *callbacks, module=module)
     assert not any(parameter._backward_hooks for parameter in module.parameters())
+
+
+def test_all_windows_of_a_schedule_are_looked_at() -> None:
+    """Those of 8 samples are cut in equal micro-batches, those of 10 between them are not."""
+    growing = by_step({0: 8, 1: 10, 3: 8})
+    ours = AutoAccumulate(growing, micro_batch_size=4, normalize=None, micro_batching="loader")
+    with pytest.warns(ExactnessWarning, match="normalize=None weighs micro-batches alike"):
+        fit(DataLoader(Samples(44), 8), ours, max_epochs=1)
+    assert ours.exactness is not None
+    assert ours.exactness.cause == "weighted"
 
 
 @pytest.mark.parametrize(("samples", "cause"), [(8, "exact"), (7, "weighted"), (15, "weighted")])

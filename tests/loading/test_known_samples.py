@@ -3,6 +3,7 @@
 import io
 import multiprocessing
 import queue
+import secrets
 import sys
 import tempfile
 import time
@@ -393,6 +394,23 @@ def test_the_first_batch_of_a_stream_shows_what_it_was_collated_from(workers: in
     plain = DataLoader(data, 4)
     assert KnownSamples(plain).with_shown_batch() is plain
     assert KnownSamples(plain).examples == []
+
+
+class Drawn(Dataset[Any]):
+    """Samples that are never the same again."""
+
+    def __len__(self) -> int:
+        return len(ROWS)
+
+    def __getitem__(self, index: int) -> Any:
+        return ROWS[index][0] + secrets.randbelow(2**30), index
+
+
+def test_the_first_batch_of_a_subset_shows_its_samples_too() -> None:
+    """Every ``Subset`` has a method ``__getitems__``, whatever it contains."""
+    samples = KnownSamples(DataLoader(Subset(Drawn(), range(8)), 4, collate_fn=second_axis))
+    next(iter(samples.with_shown_batch()))
+    assert [number for _, number in samples.examples] == [0, 1, 2]
 
 
 def test_nothing_is_settled_before_the_first_batch() -> None:

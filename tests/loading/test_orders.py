@@ -237,3 +237,34 @@ def test_indices_in_tensors_are_plain_numbers() -> None:
     assert listed(iter(torch.tensor([2, 0, 1]))) == [2, 0, 1]
     assert {*map(type, listed(iter(torch.tensor([2, 0, 1]))))} == {int}
     assert listed(["a", (1, 2)]) == ["a", (1, 2)]
+
+
+class Hashed:
+    """Yields keys of 64 bits, in another order each time."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __iter__(self) -> Iterator[int]:
+        keys = [2**63 + number for number in range(32)]
+        random.SystemRandom().shuffle(keys)
+        return iter(keys)
+
+
+def test_an_order_of_keys_that_are_too_large_is_not_kept() -> None:
+    order = FromSampler(Hashed(), seed=0)
+    order.begin(0)
+    assert order.changes(1)
+    assert order.kept() is None
+
+
+class Unseeded(NumpySampler):
+    """Holds a generator of the operating system, which has no state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.source = random.SystemRandom()
+
+
+def test_a_generator_without_a_state_is_left_alone() -> None:
+    assert sorted(FromSampler(Unseeded(), seed=0).draw(0)) == sorted(NumpySampler())

@@ -147,6 +147,15 @@ class Lists(Dataset[Any]):
         return [torch.tensor([self.change(indices, index)]) for index in indices if index != 23]
 
 
+def ten_numbers(samples: list[torch.Tensor]) -> torch.Tensor:
+    """Join as many samples as have ten numbers together."""
+    taken: list[torch.Tensor] = []
+    for sample in samples:
+        if sum(map(len, taken)) + len(sample) <= 10:
+            taken.append(sample)
+    return torch.cat(taken)
+
+
 @pytest.mark.parametrize(
     ("data", "collate", "why"),
     [
@@ -163,6 +172,9 @@ class Lists(Dataset[Any]):
         (Lists(lambda indices, index: float(sum(indices))), None, "a dataset whose __getitems__ lets"),
         (Lists(lambda indices, index: torch.rand(()).item()), None, ""),
         (torch.arange(24), lambda batch: torch.stack(batch[:6]), "a collate function that takes only so many"),
+        (torch.arange(24), lambda batch: torch.stack(batch[:3]), "a collate function that takes only so many"),
+        (torch.arange(24), lambda batch: torch.stack(batch[:2]), "a collate function that takes only so many"),
+        ([torch.zeros(1 + n // 4) for n in range(24)], ten_numbers, "a collate function that takes only so many"),
         (torch.arange(24), lambda batch: torch.stack(batch[:8]), ""),
         (torch.arange(24), lambda batch: torch.stack(batch[: len(batch) // 2 * 2]), ""),
         (torch.arange(24), lambda batch: torch.ones(len(batch), len(batch)), ""),

@@ -121,12 +121,14 @@ class Judgement:
         The questions, in their order: are they the same? If not, is it BatchNorm alone? Or does the second part depend
         on random numbers or on what the first has left? Else ``_named`` looks at the loss.
         """
-        enough = math.inf if self._layers else self._tolerance  # with BatchNorm the error alone: ``_of_loss`` has more
+        # With BatchNorm the error alone is computed, however large it is: the cause comes from other comparisons.
+        enough = math.inf if self._layers else self._tolerance
         found = self._differences(whole, first, second, enough=enough)
         is_exact = found.error <= self._tolerance
         if is_exact and not self._passes.changed:
             return self._exactness("exact", found)
-        if self._layers and not self._passes.changed:  # neither noise nor state: both questions would show them, too
+        if self._layers and not self._passes.changed:
+            # If noise or state made the difference, parts would add up in neither of these comparisons.
             by_parts = attempt(self._adds_up_by_parts, is_survivable, first, second)
             if by_parts.result or self._of_loss.error <= self._tolerance:
                 return self._exactness("batch_norm", found)
