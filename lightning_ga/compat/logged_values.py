@@ -238,9 +238,10 @@ def _exchanged(value: Tensor, weight: float, sync: Any) -> Tensor:
         return cast(Tensor, sync(value))
     wide = value.to(torch.promote_types(value.dtype, torch.float32))
     of_rank = torch.full_like(wide, weight)
-    mean_of_all, weighted, weights, squares = sync(torch.stack([wide, wide * weight, of_rank, of_rank.square()]))
-    are_equal = squares == weights.square()
-    return torch.where(are_equal, mean_of_all, weighted / weights).to(value.dtype)
+    means = sync(torch.stack([wide, wide * weight, of_rank, of_rank.square()]))  # over ranks
+    mean_value, mean_product, mean_weight, mean_square = means
+    are_equal = mean_square == mean_weight.square()
+    return torch.where(are_equal, mean_value, mean_product / mean_weight).to(value.dtype)
 
 
 def merged_entry(logged: Sequence[Logged], largest: int = 0) -> tuple[Any, Settings]:

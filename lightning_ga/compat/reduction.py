@@ -149,9 +149,9 @@ class Exchange:
         self._noting.keep()
         if was_sending and self._noting.buckets_agreed:
             self._has_lost_order = True  # also resets it after each exchange from here on
-        sees_order_again = self._has_lost_order or not self._is_ordered  # else it is left alone
-        lacks_order = self._is_noted and sees_order_again
-        if module.find_unused_parameters or lacks_order:  # a reset also forgets what was used under ``no_sync``
+        must_see_order = self._has_lost_order or not self._is_ordered  # else the reducer is left alone
+        exchanges = self._is_noted  # by hand, or through a hook, the reducer sees no order
+        if module.find_unused_parameters or (exchanges and must_see_order):  # a reset also forgets what was used
             module.reducer._reset_state()
         return None
 

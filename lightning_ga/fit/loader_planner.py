@@ -164,10 +164,10 @@ class LoaderPlanner:
     def counts_as_recipe(self) -> bool:
         """Whether the loop's batches and windows are the recipe's."""
         epoch_plan = self.source.epoch_plan
-        # A rank that runs a window of several batches again, after an error, counts more of them than the others; but
-        # validation has to be due on all ranks at once.
-        ranks_count_alike = self.recipe.world_size == 1 or epoch_plan.factor == 1
-        if self._parts.request.is_by_window or not ranks_count_alike or self._parts.shares.differ:
+        # A rank that runs a window again, after an error, goes over to the recipe's clock, by which validation is due
+        # at the ends of windows alone. All ranks must validate at once: the others do if a window is one batch.
+        validate_at_once = self.recipe.world_size == 1 or epoch_plan.factor == 1
+        if self._parts.request.is_by_window or not validate_at_once or self._parts.shares.differ:
             return False
         recipe_effective = self.source.within_epoch(self.recipe.effective, self.inputs.epoch)
         return (

@@ -149,7 +149,7 @@ class LoaderWindows(CutWindows):
         """Whether micro-batches of some window of the epoch have unlike numbers of samples, on any rank."""
         plan = self._source.epoch_plan
         looked_at = range(plan.done, plan.count)
-        if self.planner.inputs.schedule.is_constant:  # all windows are like the first one, but for the last
+        if self.planner.inputs.schedule.is_constant and self._source.sizes is None:  # all but the last are alike
             looked_at = looked_at[:: max(1, len(looked_at) - 1)]
         for index in looked_at:
             sizes = set[int]()

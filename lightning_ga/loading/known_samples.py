@@ -180,16 +180,19 @@ class KnownSamples:
     def _seen_and_expected(self, example: Any, count: int) -> tuple[int, int]:
         """Return the elements of a batch of ``count`` times one sample, and those that it has if all are taken.
 
-        Every sample adds as many then as the fourth to a batch of three, or as the second if the fourth adds none. If
-        the third adds another number than the fourth, or the second none, too, both are 0: nothing is known.
+        These follow from the growth from three samples to four; of a function that takes fewer than four, from that
+        from one to two. Both numbers are 0 if batches grow otherwise: nothing is known then.
         """
         count = max(4, min(count, _MOST_ELEMENTS // max(1, elements(example))))
         one, two, three, four = (self.elements_of([example], few) for few in (1, 2, 3, 4))
-        added = four - three
-        takes_fewer_than_four = added == 0 and 0 < one < two
-        if takes_fewer_than_four:
-            added = two - one
-        elif added <= 0 or three - two != added:
+        by_second = two - one
+        by_third = three - two
+        by_fourth = four - three
+        if by_third == by_fourth > 0:
+            added = by_fourth
+        elif by_fourth == 0 and one > 0 and by_second > 0:
+            added = by_second
+        else:
             return 0, 0
         return self.elements_of([example], count), two + added * (count - 2)
 

@@ -81,8 +81,8 @@ class SampleReader:
         one, *others = islice(self.order(), most)
         # The first of all reads may draw other random numbers: so it is of another sample than those compared.
         other = others[0] if others else one
-        once_more = [one, *others[1:]]
-        with closing(self._read(chain([other, one], self._in_time(once_more)))) as reads:  # other, one, one, the others
+        one_again_and_others = [one, *others[1:]]
+        with closing(self._read(chain([other, one], self._in_time(one_again_and_others)))) as reads:
             first_three = list(islice(reads, 3))
             if len(first_three) < 3:
                 return []

@@ -18,7 +18,7 @@ from texts import LONGEST, Reader, Reading, Texts, pad, plain_gradients
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lightning_ga import AutoAccumulate, UserError, optimizer_steps
+from lightning_ga import AutoAccumulate, ExactnessWarning, UserError, optimizer_steps
 from lightning_ga.counters import TargetTokens
 from lightning_ga.loading.orders import Sequential
 from lightning_ga.loading.rebatch import SourceSettings
@@ -451,3 +451,33 @@ def test_many_short_samples_are_no_sample_alone(on_oom: Any, others: int, tmp_pa
         assert callback.plan is not None
         assert sorted(chain.from_iterable(module.passes[-callback.plan.factor :])) == [*range(32)]
         assert 1 < max(map(len, module.passes[-callback.plan.factor :])) <= others
+
+
+class Padded(pl.LightningModule):
+    """Its loss is a mean over samples, of what padding does not change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return (self.weight * batch.double().sum(1)).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-6)
+
+
+def test_each_window_is_looked_at_whose_samples_decide_its_cut() -> None:
+    """Windows of 4 + 4, 7 + 1 and 4 + 4 samples, each micro-batch of which has half of the weight."""
+    lengths = [*[20] * 4, *[10] * 4, 40, *[10] * 7, *[20] * 4, *[10] * 4]
+    data = [torch.ones(length) * (1 + number) for number, length in enumerate(lengths)]
+    ours = AutoAccumulate(micro_batch_size=2, size_of=lambda held, index: len(held[index]), normalize=None)
+    loader: Any = DataLoader(data, batch_size=8, collate_fn=padded)  # type: ignore[arg-type]
+    with pytest.warns(ExactnessWarning, match="normalize=None weighs micro-batches alike"):
+        fit(loader, ours, module=Padded(), max_epochs=1)
+    assert ours.exactness is not None
+    assert ours.exactness.cause == "weighted"
+
+
+def padded(samples: list[torch.Tensor]) -> torch.Tensor:
+    return pad_sequence(samples, batch_first=True)
