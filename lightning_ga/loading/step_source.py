@@ -46,7 +46,9 @@ class StepSource:
         if self.batch_size is None:
             counted = attempt(cutter.count, lambda error: isinstance(error, LayoutError), batch)
             self.units = max(1, counted.result or length_of_first(batch))
-            if cutter.were_seen_dropped:  # the collate function may have left out some of just this batch
+            may_drop = collates(self._given) and self.samples.may_drop
+            has_entries_of_samples = bool(counted.result) and may_drop
+            if has_entries_of_samples or cutter.were_seen_dropped:  # some of just this batch may have been left out
                 self.units = max(self.units, _first_of_batch_sampler(self._given))
             self.batch_size = self.units
             if counted.result:

@@ -32,8 +32,8 @@ if "SEEDS" in os.environ:
     SEEDS = [seed for seed in range(FIRST, FIRST + COUNT) if is_trained(draw(seed))]
     FEWER = ON_RANKS = SEEDS[: max(1, COUNT // 3)]
 else:
-    # The last three begin with a batch of one sample or with a smaller one than others, and drop a batch.
-    SEEDS = [*covering(20, range(200), usable=is_trained), 9106, 9222, 20052]
+    # The last four begin with a batch of one sample or with a smaller one than others, and drop a batch or samples.
+    SEEDS = [*covering(20, range(200), usable=is_trained), 9106, 9222, 20052, 73135]
     FEWER, ON_RANKS = [*SEEDS[::3], 9222], [*covering(6, range(200), usable=is_shared), 20387, 20559]
 
 

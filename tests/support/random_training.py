@@ -438,8 +438,11 @@ def batches_of(recipe: Recipe, ranks: int = 1) -> int:
     return count if recipe.limit is None else min(count, recipe.limit)
 
 
-def windows_by_epoch(recipe: Recipe, ranks: int = 1) -> list[list[list[int]]]:
-    """The samples behind each optimizer step, epoch by epoch, also those that are broken."""
+def windows_by_epoch(recipe: Recipe, ranks: int = 1, *, counts_broken: bool = True) -> list[list[list[int]]]:
+    """The samples behind each optimizer step, epoch by epoch, also those that are broken.
+
+    The loader counts these for schedules by samples, the step does not: it has never seen them.
+    """
     epochs: list[list[list[int]]] = []
     step = seen = 0
     for epoch in range(recipe.epochs):
@@ -456,7 +459,8 @@ def windows_by_epoch(recipe: Recipe, ranks: int = 1) -> list[list[list[int]]]:
             if recipe.data in WHOLE_BATCHES and not recipe.windows.arguments:
                 count = sum(sizes[len(found) * recipe.factor :][: recipe.factor])
             found.append(left[:count])
-            step, seen, left = step + 1, seen + len(found[-1]), left[count:]
+            counted = found[-1] if counts_broken else [index for index in found[-1] if index not in recipe.broken]
+            step, seen, left = step + 1, seen + len(counted), left[count:]
         epochs.append(found)
     return epochs
 
@@ -473,6 +477,7 @@ def is_trained(recipe: Recipe, ranks: int = 1) -> bool:
     is_read &= not asked or recipe.samples >= recipe.batch  # the first batch says how many samples one has
     is_read &= not asked or recipe.schedule != "one cycle"  # how many steps there are is known only then
     is_read &= all(set(window) - set(recipe.broken) for windows in epochs for window in windows)
+    is_read &= windows_by_epoch(recipe, ranks, counts_broken=False) == epochs  # the same in the loader and in the step
     return all(epochs) and is_read and not (recipe.by_size and len(trained) == 1)
 
 
