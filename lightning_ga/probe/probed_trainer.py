@@ -234,16 +234,16 @@ class ProbedTrainer(ProbedTraining):
                 parameter.grad = _zeros(parameter, rows)
         return True
 
-    def first_sizes(self, high: int) -> Sequence[int]:
+    def first_sizes(self, high: int, *, cautious: bool = False) -> Sequence[int]:
         """Return the sizes to try for the first step: large chunks first, because a window has many chunks of two."""
         if self._setup.chunks is None:
-            return super().first_sizes(high)
+            return super().first_sizes(high, cautious=cautious)
         sizes = []
         size = high // FIRST_CHUNKS
         while size > 2:
             sizes.append(size)
             size //= 4
-        return [*sizes, *super().first_sizes(high)]
+        return [*sizes, *super().first_sizes(high, cautious=cautious)]
 
     def useful(self, samples: int, limit: int) -> int:
         """Return the size of as many chunks of near-equal size, or of one fewer if these are known to fit."""

@@ -66,7 +66,7 @@ class Prober:
             samples = self._training.smallest(samples)
             tried = samples
             if self._is_cautious(self._trials.prepare()[0], None):
-                tried = self._training.few(samples)
+                tried = min(2, samples)
             if tried == samples:
                 peak = self._peak_of(samples)
             else:
@@ -136,7 +136,7 @@ class Prober:
         limit = whole_multiples(self._training.smallest(min(known.limit, high)), self._training.multiple)
         if cautious and not self._training.agree(limit == known.limit):
             return None  # the prediction is for more samples, and none are tried
-        size = self._training.few(limit)  # as in the first step of a search, in which the optimizer makes its state
+        size = min(2, limit)  # as in the first step of a search, in which the optimizer makes its state
         if not cautious:
             self._training.see_gradients()
             self._training.warm_up()
@@ -176,8 +176,9 @@ class Prober:
         alive, budget = self._trials.prepare()
         warm = first = None
         if self._training.agree(alive <= budget):
-            warm = self._warm_step(high)
-            first = warm or self._first_step(high)
+            sizes = self._training.first_sizes(high, cautious=cautious)
+            warm = self._warm_step(sizes[0])
+            first = warm or self._first_step(sizes)
         if first is None:
             raise self._does_not_fit(alive, budget, high, cautious=cautious)
         search = self._new_search(high, first, cautious=cautious, traced=warm is not None)
@@ -199,7 +200,7 @@ class Prober:
             raise self._does_not_fit(alive, budget, high, cautious=cautious)
         return self._result(search, limit)
 
-    def _warm_step(self, high: int) -> Step | None:
+    def _warm_step(self, size: int) -> Step | None:
         """Run a first step that finds gradients and the optimizer's state, as later ones do; ``None`` if that fails.
 
         The state is made outside of the budget. With an allocator, blocks would lie otherwise than in training, where
@@ -209,26 +210,26 @@ class Prober:
         can_warm_up = self._meter.allocator is None and has_room and self._training.updates_in_proportion()
         if not self._training.agree(can_warm_up):
             return None
-        step = self._step_after_warm_up(high)
+        step = self._step_after_warm_up(size)
         if step is not None and not self._training.agree(self._training.reached_all):
             self._training.forget()
-            step = self._step_after_warm_up(high)  # now it is seen first which parameters have gradients
+            step = self._step_after_warm_up(size)  # now it is seen first which parameters have gradients
             if step is not None and not self._training.agree(self._training.reached_all):
                 step = None
         if step is None:
             self._training.forget()
         return step
 
-    def _step_after_warm_up(self, high: int) -> Step | None:
+    def _step_after_warm_up(self, size: int) -> Step | None:
         """Make the optimizer's state and run a step; ``None`` if one of both fails."""
         if not self._is_warmed_up():
             return None
-        step = self._trials.run(self._training.first_sizes(high)[0], record=True)
+        step = self._trials.run(size, record=True)
         return step if step.trial.fits else None
 
-    def _first_step(self, high: int) -> Step | None:
-        """Run a step of two samples if these fit, in which the optimizer makes its state; ``None`` if none fits."""
-        for size in self._training.first_sizes(high):
+    def _first_step(self, sizes: Sequence[int]) -> Step | None:
+        """Run the first of these sizes that fits; in that step the optimizer makes its state. ``None`` if none fits."""
+        for size in sizes:
             step = self._trials.run(size, record=True)
             if step.trial.fits:
                 if self._meter.device.type != "cpu" and not step.trial.peak_bytes:

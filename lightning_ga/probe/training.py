@@ -48,9 +48,9 @@ class ProbedTraining:
         """Return a small size for a step, of at most so many samples: two, because BatchNorm refuses one."""
         return min(max(2, self.multiple), most)
 
-    def first_sizes(self, high: int) -> Sequence[int]:
-        """Return the sizes to try for the first step, in this order."""
-        few = self.few(high)
+    def first_sizes(self, high: int, *, cautious: bool = False) -> Sequence[int]:
+        """Return the sizes to try for the first step, in this order; at most two if one too many ends the process."""
+        few = min(2, high) if cautious else self.few(high)
         return [few, *range(min(2, few - 1), 0, -1)]
 
     def useful(self, samples: int, limit: int) -> int:

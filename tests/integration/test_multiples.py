@@ -8,6 +8,7 @@ from reference import Regression, Samples, fit, plain_loop, worst_error
 from torch.utils.data import DataLoader
 
 from lightning_ga import AutoAccumulate, UserError
+from lightning_ga.probe.training import ProbedTraining
 
 pytestmark = pytest.mark.filterwarnings("ignore:Memory ran out in:UserWarning")
 
@@ -78,6 +79,14 @@ def test_the_limit_is_the_largest_multiple_that_fits(budget: str, multiple: int)
     plain = limit_of(1, budget)
     assert plain > 8
     assert limit_of(multiple, budget) == plain - plain % multiple
+
+
+def test_the_first_step_has_more_than_two_samples_only_if_running_out_is_survived() -> None:
+    training = ProbedTraining()
+    training.multiple = 8
+    assert [*training.first_sizes(100)] == [8, 2, 1]
+    assert [*training.first_sizes(100, cautious=True)] == [2, 1]
+    assert [*training.first_sizes(1)] == [1]
 
 
 def test_windows_of_multiples_are_timed() -> None:
