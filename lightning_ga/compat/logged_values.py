@@ -45,6 +45,7 @@ class Logged(NamedTuple):
     settings: Settings
     samples: int
     weight: float  # in means over all passes
+    units: int = 0  # parts of every loader's samples, if there are several loaders
 
 
 class StepValues:
@@ -268,7 +269,8 @@ def _weights_of(logged: Sequence[Logged], largest: int) -> tuple[Sequence[float]
     sizes = [None if size is None else int(size) for size in given]  # tensors are unlike each other
     settings = {**logged[0].settings}
     counts = [size for size in sizes if size is not None]
-    if len(counts) == len(samples) and _are_counts(counts, samples, largest):
+    units = logged[0].units or logged[0].samples
+    if len(counts) == len(samples) and _are_counts(counts, samples, units, largest):
         settings["batch_size"] = sum(counts)
         if counts != samples:
             return counts, settings
@@ -287,17 +289,18 @@ def mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     return (torch.stack(weighted).sum(0) / float(sum(shares))).to(dtype)
 
 
-def _are_counts(sizes: Sequence[int], samples: Sequence[int], largest: int) -> bool:
+def _are_counts(sizes: Sequence[int], samples: Sequence[int], units: int, largest: int) -> bool:
     """Return whether each ``batch_size`` seems to be counted in its pass, and not to be a constant as the loader's.
 
     - Sizes that differ from pass to pass, or that equal the passes' samples, are counted.
     - One size for passes of unlike samples is a constant, and so is one that equals the samples of all passes, or of
       the ``largest`` batch.
-    - Another size for passes of equal samples may count tokens, as many in each sample.
+    - Another size for passes of equal samples may count tokens, as many in each sample, or what several loaders give
+      in each of so many ``units``.
     """
     if len({*sizes}) > 1 or [*sizes] == [*samples]:
         return True
     if len({*samples}) > 1 or samples[0] == 0:  # a rank without a sample runs a stand-in
         return False
-    is_multiple = sizes[0] % samples[0] == 0
+    is_multiple = sizes[0] % units == 0
     return is_multiple and sizes[0] not in (sum(samples), largest)

@@ -127,7 +127,7 @@ class BatchPasses(WholePasses):
                 if not is_last:
                     stack.enter_context(closures.before_the_last(self._trainer))
                 # The last pass logs at once, because other ranks may exchange values in it.
-                stack.enter_context(pieces.piece(samples=samples, share=share, logs_at_once=is_last))
+                stack.enter_context(pieces.piece(samples=samples, share=share, units=units, logs_at_once=is_last))
                 result = self._run_piece(closure, samples_of_unit, zeroes=number == 0)
             if not is_last:  # ``before_the_last`` leaves out the hook that settles gradients
                 self._parts.gradients.settle()

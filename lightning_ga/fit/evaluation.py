@@ -118,7 +118,7 @@ class _LoaderPieces:
         pieces = Pieces(self._trainer._results if logs_after_steps else None, self._largest_batch)
         for piece, size, _ in cut_in_pieces(self._cutter, kept_batch if in_pieces else batch, sizes):
             self._pass_size = size
-            with pieces.piece(samples=size * samples_of_unit, share=float(size)):
+            with pieces.piece(samples=size * samples_of_unit, share=float(size), units=size):
                 pieces.add(step(piece))
             others = exchanged()
             if in_pieces and others is not None:  # other ranks run one collective a batch, this one would run more

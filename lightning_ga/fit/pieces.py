@@ -37,7 +37,7 @@ class Pieces:
         self._logged: dict[_Key, list[Logged]] = {}
 
     @contextmanager
-    def piece(self, *, samples: int, share: float, logs_at_once: bool = False) -> Iterator[None]:
+    def piece(self, *, samples: int, share: float, units: int = 0, logs_at_once: bool = False) -> Iterator[None]:
         """Return a context for the pass over the next piece, whose logged values are kept.
 
         With ``logs_at_once``, for the last piece, each value is logged as that piece logs it.
@@ -52,7 +52,7 @@ class Pieces:
         def note(fx: str, name: str, value: Any, settings: dict[str, Any]) -> None:
             times[fx, name] += 1
             key = (fx, name, times[fx, name])
-            self._logged.setdefault(key, []).append(Logged(value, settings, samples, share))
+            self._logged.setdefault(key, []).append(Logged(value, settings, samples, share, units))
             if logs_at_once:
                 self._log(key, log)
 
