@@ -105,17 +105,20 @@ class ProbedTrainer(ProbedTraining):
         if self._gradients and not any(self._gradients.values()):
             return
         if not self._gradients:
-            any(map(self._runs, (self.few(self.batches.most), 2)))
+            self._run_first_that_fits((self.few(self.batches.most), 2))
         if not self._gradients:  # the prober will say that nothing fits
             self._gradients = dict.fromkeys(self._trained())
         if any(self._gradients.values()):
-            any(map(self._runs, ROW_SAMPLES))
+            self._run_first_that_fits(ROW_SAMPLES)
         self.reset()
 
-    def _runs(self, samples: int) -> bool:
-        """Run the first pass of a window on a few samples; return whether memory was enough."""
-        with uncounted(), compiled_run_eagerly():
-            return attempt(self.first_pass, is_out_of_memory, samples).failure is None
+    def _run_first_that_fits(self, sizes: Sequence[int]) -> None:
+        """Run the first pass of a window on the first of these numbers of samples for which memory is enough."""
+        for samples in sizes:
+            with uncounted(), compiled_run_eagerly():
+                tried = attempt(self.first_pass, is_out_of_memory, samples)
+            if tried.failure is None:
+                return
 
     def first_pass(self, samples: int, meter: StepRecorder | None = None) -> None:
         """Run the first pass of a window on a few samples, in one chunk, without the optimizer's step."""

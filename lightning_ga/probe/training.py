@@ -45,7 +45,10 @@ class ProbedTraining:
         """See which parameters have gradients in later steps, as far as the first step has not shown it."""
 
     def few(self, most: int) -> int:
-        """Return a small size for a step, of at most so many samples: two, because BatchNorm refuses one."""
+        """Return a small size for a step, of at most so many samples: the multiple, but at least two.
+
+        BatchNorm refuses one sample.
+        """
         return min(max(2, self.multiple), most)
 
     def first_sizes(self, high: int, *, cautious: bool = False) -> Sequence[int]:

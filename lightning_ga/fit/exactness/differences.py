@@ -63,8 +63,11 @@ def compare(whole: Gradient, first: Gradient, second: Gradient, *, weight: float
     size = max(norm(whole), weight * norm(first), (1 - weight) * norm(second)) or math.inf
 
     def error(share: float, other: float) -> float:
-        triples = _alike(whole, first, second)
-        return math.sqrt(sum(_square((share * a).add_(b, alpha=other).sub_(w)) for w, a, b in triples)) / size
+        squares = 0.0
+        for w, a, b in _alike(whole, first, second):
+            parts = (share * a).add_(b, alpha=other)
+            squares += _square(parts.sub_(w))
+        return math.sqrt(squares) / size
 
     found = error(weight, 1 - weight)
     if found <= enough:

@@ -201,8 +201,8 @@ def fixed_statistics() -> AbstractContextManager[None]:
         *momentum_and_eps: float,
         **named: float,
     ) -> Tensor:
-        training = training and mean is None  # there are no running statistics
-        return normalize(values, mean, variance, weight, bias, training, *momentum_and_eps, **named)
+        by_batch = training and mean is None  # there are no running statistics
+        return normalize(values, mean, variance, weight, bias, by_batch, *momentum_and_eps, **named)
 
     return replaced(functional, batch_norm=fixed)
 
