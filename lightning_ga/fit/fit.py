@@ -36,6 +36,7 @@ from lightning_ga.plan.exactness_verdicts import INEXACT
 from lightning_ga.plan.records import ProbeResult
 from lightning_ga.plan.run_state import RunState
 from lightning_ga.plan.units import format_bytes, parse_budget
+from lightning_ga.probe.trials import older_objects_frozen
 
 
 class Fit:
@@ -95,11 +96,12 @@ class Fit:
         remedies = Remedies(parts, self._options, self.search, self._left_out, windows)
         retries = self._options.on_oom != "raise"
         self._rewinder = Rewinder(parts, windows, remedies, self._reporter, exchange, retries=retries)
-        self.search.begin()
-        parts.shares.follow_limits(parts.limit.samples)
-        self._require_possible()
-        windows.begin_epoch(parts.progress.place.epoch)  # the hook of the epoch's start finds it begun
-        self.verdict.measure_at_start()
+        with older_objects_frozen():  # one full collection may take longer than a step
+            self.search.begin()
+            parts.shares.follow_limits(parts.limit.samples)
+            self._require_possible()
+            windows.begin_epoch(parts.progress.place.epoch)  # the hook of the epoch's start finds it begun
+            self.verdict.measure_at_start()
         self._begin_windows(remedies, exchange)
         windows.begin_reading(same_epoch=same_epoch)
 

@@ -21,6 +21,7 @@ from lightning_ga.loading.source import LoaderSource, read_source
 from lightning_ga.loading.step_source import StepSource
 from lightning_ga.loading.trial_batches import BatchCutter
 from lightning_ga.plan.config import Options
+from lightning_ga.probe.trials import older_objects_frozen
 
 Windows = LoaderWindows | StepWindows
 
@@ -62,7 +63,7 @@ class TrainingData:
             return self.windows.planner.source.loader
 
         def around(set_up: Callable[[], None]) -> None:
-            with held:
+            with held, older_objects_frozen():
                 set_up()
 
         return loaders.intercepted_loaders(self._trainer, read, around)

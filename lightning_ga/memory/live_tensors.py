@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from itertools import chain
 from typing import Any, ClassVar, Self
 
 import torch
@@ -245,17 +244,25 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _taken(args: Any, kwargs: Any) -> set[int]:
     """Return the addresses of an operation's arguments: an output in one of them was not created by it."""
-    found: set[int] = set()
+    tensors: list[Tensor] = []
     for value in (*args, *(kwargs or {}).values()):
-        items = value if isinstance(value, (list, tuple)) else (value,)
-        found.update(addresses(item for item in items if isinstance(item, Tensor)))
-    return found
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, (list, tuple)):
+            tensors += [item for item in value if isinstance(item, Tensor)]
+    return set(addresses(tensors))
 
 
 def addresses(tensors: Iterable[Tensor]) -> list[int]:
     """Return the addresses of the storages of tensors."""
-    plain = chain.from_iterable(map(plain_tensors, tensors))
-    return [tensor.untyped_storage()._cdata for tensor in plain]
+    found: list[int] = []
+    for tensor in tensors:
+        storage = _storage_of(tensor)
+        if storage is None:
+            found += addresses(plain_tensors(tensor))
+        else:
+            found.append(storage._cdata)
+    return found
 
 
 def plain_tensors(tensor: Tensor) -> Iterable[Tensor]:

@@ -6,6 +6,7 @@ Tested in tests/integration/test_probe.py and tests/probe/test_probed_loop.py.
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from math import inf
 
 from torch.optim import Optimizer
@@ -18,6 +19,8 @@ from lightning_ga.probe.curve import Step
 from lightning_ga.probe.meters import Measurement, PeakHolders, StepMeter
 from lightning_ga.probe.training import ProbedTraining
 
+_is_frozen = ContextVar("is_frozen", default=False)
+
 
 @contextmanager
 def older_objects_frozen() -> Iterator[None]:
@@ -25,14 +28,16 @@ def older_objects_frozen() -> Iterator[None]:
 
     Nothing is done within another such context, or if the user has frozen objects.
     """
-    if gc.get_freeze_count():  # counting a million takes as long as a small step
+    if _is_frozen.get() or gc.get_freeze_count():  # counting a million takes as long as a small step
         yield
         return
+    token = _is_frozen.set(True)
     gc.freeze()
     try:
         yield
     finally:
         gc.unfreeze()
+        _is_frozen.reset(token)
 
 
 class Trials:
