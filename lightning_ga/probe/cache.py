@@ -1,16 +1,15 @@
 """Remember what probes found between runs: one small JSON file in the user's cache for each kind of training step.
 
-A step is described by all that its limit depends on. A description that changes costs a probe; one that does not change
-although the step did is caught by the step that verifies a remembered limit. The files may be deleted at any time.
+A step is described by its layers, the shapes of its data, and its settings. A description that changes costs a probe;
+code that changes is caught by the step that verifies a remembered limit. The files may be deleted at any time.
 """
 
 import json
 import os
 import secrets
 import tempfile
-import types
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from hashlib import sha256
@@ -21,14 +20,14 @@ from typing import Any
 import psutil
 import torch
 
-from lightning_ga.batch.pytree import open_container
+from lightning_ga.batch.layout import leaves
+from lightning_ga.batch.pytree import tensors_in
 from lightning_ga.memory.device import total_memory
 from lightning_ga.plan.config import Options
 from lightning_ga.plan.records import ProbeResult, read_probe
 from lightning_ga.snapshot.copies import sparse_parameters
 
 _VERSIONS = ("lightning_ga", "torch", "lightning")
-_PLAIN = (bool, int, float, str, torch.dtype, type(None))
 
 
 def remembered(step: Mapping[str, Any]) -> ProbeResult | None:
@@ -92,7 +91,7 @@ def hardware(trainer: Any, budget: int | float | str | None) -> str:
 
 
 def describe_step(trainer: Any, small: Any, options: Options, rank_samples: int) -> dict[str, Any]:
-    """Describe all that a remembered limit depends on, in plain values that can be written down and compared.
+    """Describe what a remembered limit depends on besides code, in plain values that can be written down and compared.
 
     The data are described by a ``small`` batch of the heaviest samples, and the whole batch that it is cut from.
     """
@@ -103,10 +102,10 @@ def describe_step(trainer: Any, small: Any, options: Options, rank_samples: int)
     if objective != "memory" or sparse_parameters(module):
         windows = rank_samples
     return {
-        "model": _digest(_module(module)),
-        "code": _digest(sorted({_digest(_code(type(part))) for part in module.modules()})),
-        "batch": str(_value(small)),
-        "optimizers": [*map(_optimizer, trainer.optimizers)],
+        "model": sha256("\n".join(_parts(module)).encode()).hexdigest(),
+        "batch": str([*leaves(small)]),
+        "types": [str(tensor.dtype) for tensor in tensors_in(small)],
+        "optimizers": [type(optimizer).__qualname__ for optimizer in trainer.optimizers],
         "callbacks": sorted(type(callback).__name__ for callback in trainer.callbacks),
         "clipping": [str(trainer.gradient_clip_val), str(trainer.gradient_clip_algorithm)],
         "strategy": type(trainer.strategy).__name__,
@@ -121,61 +120,9 @@ def describe_step(trainer: Any, small: Any, options: Options, rank_samples: int)
     }
 
 
-def _value(value: Any) -> Any:
-    """Describe structure, shapes and types of a batch; values do not matter."""
-    children = open_container(value)
-    if children is not None:
-        return [(name, _value(inner)) for name, inner in children]
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
-        return f"{tuple(value.shape)} {value.dtype}"
-    if isinstance(value, (str, bytes)):
-        return f"{type(value).__name__} of {len(value)}"
-    return type(value).__name__
-
-
-def _module(module: torch.nn.Module) -> Iterator[str]:
-    """Describe layers with their plain settings, parameters and buffers with their shapes and types."""
+def _parts(module: torch.nn.Module) -> Iterator[str]:
+    """Describe layers by their types, parameters and buffers by their shapes and types."""
     for name, part in module.named_modules():
-        settings = {key: value for key, value in sorted(vars(part).items()) if _is_setting(value)}
-        yield f"{name}: {type(part).__module__}.{type(part).__qualname__} {settings}"
+        yield f"{name}: {type(part).__module__}.{type(part).__qualname__}"
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         yield f"{name}: {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad} {tensor.layout}"
-
-
-def _optimizer(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Describe its kind, and of every group which options are on: rates do not change its memory."""
-    described = [type(optimizer).__qualname__]
-    for group in optimizer.param_groups:
-        options = {}
-        for name, value in group.items():
-            if _is_setting(value):
-                options[name] = None if value is None else bool(value)
-        described.append(str(sorted(options.items())))
-    return described
-
-
-def _code(thing: type | types.CodeType) -> list[str]:
-    """Describe what a class with its bases does, or code: byte code, constants and names, not their place."""
-    if isinstance(thing, type):
-        lines = [f"{thing.__module__}.{thing.__qualname__}"]
-        for base in thing.__mro__:
-            for _, value in sorted(vars(base).items()):
-                if isinstance(value, types.FunctionType):
-                    lines += _code(value.__code__)
-        return lines
-    lines = [thing.co_code.hex(), *thing.co_names]
-    for constant in thing.co_consts:
-        if isinstance(constant, types.CodeType):
-            lines += _code(constant)
-        elif isinstance(constant, (*_PLAIN, bytes, tuple)):
-            lines.append(repr(constant))
-    return lines
-
-
-def _is_setting(value: Any) -> bool:
-    """Return whether an attribute may change the memory of a step; paths do not, and often belong to one run."""
-    return isinstance(value, _PLAIN) and not (isinstance(value, str) and ("/" in value or "\\" in value))
-
-
-def _digest(lines: Iterable[str]) -> str:
-    return sha256("\n".join(lines).encode()).hexdigest()

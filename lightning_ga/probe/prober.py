@@ -50,8 +50,9 @@ class Prober:
             alive, budget = self._trials.prepare()
             cautious = self._is_cautious(alive, predict_only)
             is_valid = known is not None and still_holds(known, budget, high, self._training.multiple)
-            if self._training.agree(is_valid) and known is not None:
-                verified = self._verified(known, high, cautious=cautious)
+            # A remembered limit is verified by a step at it.
+            if self._training.agree(is_valid and not cautious) and known is not None:
+                verified = self._verified(known, high)
                 if verified is not None:
                     return verified
             self._training.forget()
@@ -131,36 +132,26 @@ class Prober:
             predict_only = self._meter.deadly and not is_bounded
         return not self._training.agree(not predict_only)
 
-    def _verified(self, known: ProbeResult, high: int, *, cautious: bool) -> ProbeResult | None:
+    def _verified(self, known: ProbeResult, high: int) -> ProbeResult | None:
         """Try a known limit; ``None`` unless it is still valid, on all ranks."""
         limit = whole_multiples(self._training.smallest(min(known.limit, high)), self._training.multiple)
-        if cautious and not self._training.agree(limit == known.limit):
-            return None  # the prediction is for more samples, and none are tried
-        size = min(2, limit)  # as in the first step of a search, in which the optimizer makes its state
-        if not cautious:
-            self._training.see_gradients()
-            self._training.warm_up()
-            size = limit
-        trial = self._trials.run(size, record=False, lenient=True).trial
+        self._training.see_gradients()
+        self._training.warm_up()
+        trial = self._trials.run(limit, record=False, lenient=True).trial
         if not self._training.agree(trial.fits and self._is_as_known(trial, known)):
             return None
-        peak = known.peak_bytes
         if limit != known.limit:  # what was timed may be larger
-            peak = trial.peak_bytes
             known = replace(known, fastest=None, timings=())
-        holders = None
-        if not cautious:
-            holders = self._trials.holders.at(limit, peak)
         return replace(
             known,
             limit=limit,
             budget_bytes=self._trials.prepare()[1],
-            peak_bytes=peak,
+            peak_bytes=trial.peak_bytes,
             trials=(),
             steps=1,
             seconds=time.perf_counter() - self._started,
             source="cache",
-            holders=holders or known.holders,
+            holders=self._trials.holders.at(limit, trial.peak_bytes) or known.holders,
         )
 
     def _is_as_known(self, trial: Trial, known: ProbeResult) -> bool:

@@ -57,7 +57,7 @@ class Divisible(Regression):
 
     def __init__(self, multiple: int) -> None:
         super().__init__()
-        self.multiples = range(0, 1000, multiple)  # no number, which a remembered limit would depend on
+        self.multiples = range(0, 1000, multiple)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         assert len(batch[0]) in self.multiples

@@ -60,7 +60,6 @@ class ByMomentum(Wide):
 OTHERS: dict[str, Callable[[], AutoAccumulate]] = {
     "another budget": lambda: run(memory_budget=BUDGET - 5000),
     "a frozen layer": lambda: run(changed(lambda module: module.net[0].requires_grad_(False))),
-    "another setting": lambda: run(changed(lambda module: setattr(module, "keep_activations", True))),
     "another step": lambda: run(Other()),
     "another optimizer": lambda: run(ByMomentum()),
     "another precision": lambda: run(trainer={"precision": "64-true"}),
@@ -76,6 +75,7 @@ def test_it_holds_for_the_same_step_only() -> None:
     run()
     assert {what: make().probe.source for what, make in OTHERS.items()} == dict.fromkeys(OTHERS, "probe")
     same = changed(lambda module: torch.nn.init.constant_(module.net[0].weight, 0.5))
+    same.label = "another run"
     assert run(same, dataset=Samples(96), effective_batch_size=96).probe.source == "cache"
 
 
@@ -109,15 +109,14 @@ def test_a_limit_that_does_not_fit_any_more_is_looked_for_again() -> None:
 
 
 class Viewed(Wide):
-    """Repeats its batch as often as an attribute says that is no plain setting, so that no key contains it."""
+    """Repeats its batch as often as an attribute says, which no key contains."""
 
     def __init__(self, views: int) -> None:
         super().__init__()
-        self.settings = {"views": views}
+        self.views = views
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        views = self.settings["views"]
-        inputs, targets = (torch.cat([field] * views) for field in batch[:2])
+        inputs, targets = (torch.cat([field] * self.views) for field in batch[:2])
         return loss(self.net, inputs, targets)
 
 
@@ -128,6 +127,16 @@ def test_a_step_that_takes_other_memory_than_is_remembered_is_probed_again(befor
     right = run(Viewed(now), cache=False).probe
     found = run(Viewed(now)).probe
     assert (found.source, found.limit, found.peak_bytes) == ("probe", right.limit, right.peak_bytes)
+
+
+def test_a_limit_that_no_step_may_reach_is_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU without a budget running out ends the process, and a step of few samples may not show a change."""
+    monkeypatch.setattr("lightning_ga.probe.meters.available_memory", lambda _: BUDGET)
+    first = run(Viewed(1), memory_budget=None).probe
+    right = run(Viewed(2), memory_budget=None, cache=False).probe
+    found = run(Viewed(2), memory_budget=None).probe
+    assert (found.source, found.limit) == ("probe", right.limit)
+    assert right.limit < first.limit
 
 
 @pytest.mark.filterwarnings("ignore:Memory ran out in")
