@@ -5,7 +5,6 @@ Tested in tests/memory/test_live_tensors.py and tests/integration/test_peak_hold
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from functools import cache
 from typing import Any
 from weakref import WeakMethod
@@ -21,7 +20,6 @@ from lightning_ga.memory.trace import MemoryTrace, Stream
 from lightning_ga.plan import records as holder
 
 Owned = Callable[[], Mapping[str, Iterable[Tensor]]]  # a method of a training: tensors of its state, by what they are
-_ADD = torch.ops.aten.add.Tensor
 _LOSSES = ("log_softmax", "nll_loss", "cross_entropy", "binary_cross_entropy_with_logits")
 
 
@@ -33,7 +31,6 @@ class Recording:
         self.marks: list[int] = []  # places in the stream at which a phase ends
         self.origins: dict[int, Origin] = {}  # by number
         self.kinds = kinds  # of storages that were there before, by their addresses
-        self.sums: list[tuple[int, int]] = []  # numbers of a gradient, and of its sum with another one
 
 
 class StepRecorder(LiveTensorMeter):  # type: ignore[no-untyped-call]
@@ -78,7 +75,7 @@ class StepRecorder(LiveTensorMeter):  # type: ignore[no-untyped-call]
             if held.recording is not recording:
                 resident[kinds[held.key]] += held.bytes
         self._recording = None
-        trace = replace(recording.stream.trace(samples, recording.marks), sums=tuple(recording.sums))
+        trace = recording.stream.trace(samples, recording.marks)
         return trace, StepOrigins(recording.origins, resident, complete)
 
     def _owned(self) -> dict[int, str]:
@@ -114,21 +111,10 @@ class StepRecorder(LiveTensorMeter):  # type: ignore[no-untyped-call]
         self._operation = _described(func)
         super()._see(outputs, func, args, kwargs)
         recording = self._recording
-        if recording is None:
-            return
-        if func is _ADD and torch._C._current_graph_task_id() != -1:
-            self._note_sum(recording, args[0], *outputs)
-        if self._operation[1]:
+        if recording is not None and self._operation[1]:
             for value in args:
                 if isinstance(value, Tensor) and value.is_floating_point():
                     self._name(recording, [value], holder.LOGITS)
-
-    def _note_sum(self, recording: Recording, gradient: Tensor, total: Tensor) -> None:
-        """Note the storages of a gradient and of its sum with another, both of this step."""
-        both = self._counted(addresses((gradient, total)))
-        numbers = [held.number for held in both if held.recording is recording]
-        if len(numbers) == 2:
-            recording.sums.append((numbers[0], numbers[1]))
 
     def _hold(self, storage: torch.UntypedStorage, *, counts: bool) -> HeldStorage:
         held = super()._hold(storage, counts=counts)

@@ -4,7 +4,7 @@ Tested in tests/probe/test_prediction.py.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 from operator import neg
 from typing import NamedTuple
@@ -37,37 +37,11 @@ class MemoryTrace:
     marks: tuple[int, ...] = ()  # places in ``events`` at which a phase ends, such as before the optimizer's step
     layout: tuple[Segment, ...] = ()  # a caching allocator's segments before the step, if they are known
     addresses: tuple[int, ...] = ()  # of storages; 0 or nothing if it is not known
-    sums: tuple[tuple[int, int], ...] = ()  # storages of a gradient, and of its sum with another one
     handed_out: tuple[int, ...] = ()  # blocks that an allocator had handed out in the step when each tensor was there
 
     def peak(self, rounding: int = 1) -> int:
         """Return the most bytes alive at once, every storage rounded up to a multiple of ``rounding`` bytes."""
         return replay(self.sizes, self.events, rounding)
-
-    def unwatched(self) -> "MemoryTrace":
-        """Return the stream as it is without a dispatch mode: there autograd adds gradients in place.
-
-        It does so if it has the only reference (``can_accumulate_inplace`` in torch 2.15): the gradient dies
-        as soon as its sum is there.
-
-        Examples:
-            >>> MemoryTrace(2, (100, 8, 8), (0, 1, 2, ~1, ~2), sums=((1, 2),)).unwatched().events
-            (0, 1, -2)
-        """
-        gradients = {total: gradient for gradient, total in self.sums}
-        places: dict[int, int] = {}  # of sums: the storages that they are added up in
-        made = 0
-        for event in self.events:
-            if event >= 0:
-                made = event
-            elif gradients.get(made) == ~event:
-                places[made] = places.get(~event, ~event)
-        left_out = {*places, *(~gradients[total] for total in places)}
-        events = []
-        for event in self.events:
-            if event not in left_out:
-                events.append(event if event >= 0 else ~places.get(~event, ~event))
-        return replace(self, events=canonical(events), sums=())
 
     def phase_peaks(self, rounding: int = 1) -> tuple[int, ...]:
         """Return the most bytes alive at once in each phase: one more than there are marks."""

@@ -102,8 +102,7 @@ def paired(
 ) -> tuple[MemoryTrace, MemoryTrace, frozenset[int]] | None:
     """Return the smaller step as if it had the blocks of the larger one, the larger one, and which are temporaries.
 
-    A step is given by its blocks and its tensors. The streams are equal then, and gradients are added as they are if
-    no dispatch mode watches. ``None`` if the tensors do not align.
+    A step is given by its blocks and its tensors. The streams are equal then. ``None`` if the tensors do not align.
     """
     if len(small) != 2 or len(large) != 2:
         return None
@@ -112,11 +111,7 @@ def paired(
     if not places_small or not places_large or _stream(small[1]) != _stream(large[1]):
         return None
     sizes = _sizes_in_smaller(small[0], places_small, large[0], places_large)
-    block_at = {place: number for number, place in enumerate(places_large)}
-    place_of = {number: place for place, number in enumerate(_made(large[1]), 1)}
-    sums = [(block_at.get(place_of[one], 0), block_at.get(place_of[total], 0)) for one, total in large[1].sums]
-    blocks = replace(large[0], sums=tuple(pair for pair in sums if all(pair))).unwatched()
-    blocks = replace(blocks, events=_once(blocks.events, list(zip(sizes, blocks.sizes))))
+    blocks = replace(large[0], events=_once(large[0].events, list(zip(sizes, large[0].sizes))))
     temporaries = frozenset(number for number, place in enumerate(places_large) if place < 0)
     return replace(blocks, samples=small[0].samples, sizes=tuple(sizes)), blocks, temporaries
 

@@ -40,7 +40,6 @@ class Recorder:
         self.sizes: list[list[int]] = [[100], [100]]
         self.places: list[list[int]] = [[0], [0]]
         self.events: list[list[int]] = [[0], [0]]
-        self.sums: list[tuple[int, int]] = []
         self.handed_out = [0]
 
     def take(self, size: int, *, tensor: bool = True) -> tuple[int, ...]:
@@ -65,7 +64,7 @@ class Recorder:
             MemoryTrace(self.samples, tuple(sizes), tuple(events), addresses=tuple(places))
             for sizes, events, places in zip(self.sizes, self.events, self.places)
         ]
-        return made[0], replace(made[1], sums=tuple(self.sums), handed_out=tuple(self.handed_out))
+        return made[0], replace(made[1], handed_out=tuple(self.handed_out))
 
 
 def step(samples: int, *, workspaces: int, constant: int = 64) -> tuple[MemoryTrace, MemoryTrace]:
@@ -128,29 +127,6 @@ def test_what_an_operation_makes_is_found_in_any_order() -> None:
     assert both is not None
     assert both[0].sizes == (100, *[4, 40] * 20)
     assert not both[2], "no block is a temporary"
-
-
-def test_gradients_are_added_in_place() -> None:
-    """As autograd adds them where no mode watches, and only where nothing else refers to the gradient."""
-    steps = []
-    for samples in (4, 8):
-        record = Recorder(samples)
-        first = record.take(10 * samples)
-        total = record.take(10 * samples)
-        record.sums.append((first[1], total[1]))
-        record.free(first)
-        again = record.take(10 * samples)
-        record.sums.append((total[1], again[1]))
-        record.free(total)
-        kept = record.take(10 * samples)
-        record.sums.append((again[1], kept[1]))
-        other = record.take(1)
-        for numbers in (again, kept, other):
-            record.free(numbers)
-        steps.append(record.traces())
-    both = paired(*steps)
-    assert both is not None
-    assert both[0].events == both[1].events == (0, 1, 4, 5, ~5, ~4, ~1)
 
 
 def test_tensors_that_do_not_align_or_are_not_found_are_not_paired() -> None:
