@@ -64,12 +64,12 @@ class ForwardEffects:
     def _changeable(self) -> list[Any]:
         """Return what a forward pass may change and is copied."""
         found: list[Any] = []
-        seen: set[int] = set()
+        values: list[Any] = []
         for part in self._module.modules():
             own = vars(part)
             found.append(own)
-            for name in own.keys() - _LEFT:
-                found += filter(_is_restorable, everything_in(own[name], _opened, seen, longest=_LONGEST))
+            values += [own[name] for name in own.keys() - _LEFT]
+        found += filter(_is_restorable, everything_in(values, _opened, longest=_LONGEST))
         return found
 
     def _unchanging(self) -> dict[str, Tensor]:
@@ -92,11 +92,11 @@ class ForwardEffects:
                 )
 
 
-def _opened(value: Any) -> Any:
-    """Return the attributes of an object of a class of the user's own, anything else as it is."""
+def _opened(value: Any) -> Iterable[Any]:
+    """Return the dictionary of attributes of an object of a class of the user's own; nothing of anything else."""
     is_users = type(value).__module__.split(".")[0] not in _LIBRARIES
     is_object = hasattr(value, "__dict__") and not isinstance(value, _NO_OBJECTS)
-    return vars(value) if is_users and is_object else value
+    return (vars(value),) if is_users and is_object else ()
 
 
 def _is_restorable(value: Any) -> bool:

@@ -8,6 +8,7 @@ from copy import deepcopy
 from io import IOBase
 from operator import is_
 from typing import Any
+from weakref import ProxyType
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from lightning_ga.memory.oom import attempt, is_out_of_memory
 from lightning_ga.snapshot.random_numbers import generator_state, restore_generator
 
 CONTAINERS = (dict, list, set, deque)
+_PLAIN = (type(None), bool, int, float, str, bytes, ProxyType)  # what holds nothing
 SMALL = 2**20  # bytes of a tensor that is copied at the start of every window
 _WIDTH = 1021  # of the rows in which bits are summed; a prime, so that samples that change places change the sum
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
@@ -114,23 +116,29 @@ def by_id(things: Iterable[Any]) -> dict[int, Any]:
 
 
 def everything_in(
-    value: Any, opened: Callable[[Any], Any], seen: set[int], *, longest: float = math.inf
+    values: Iterable[Any],
+    opened: Callable[[Any], Iterable[Any]],
+    *,
+    longest: float = math.inf,
+    most: float = math.inf,
 ) -> Iterator[Any]:
-    """Yield a value and what it contains at any depth, each once.
+    """Yield values and what they contain at any depth, but for numbers and text: each once, the nearest first.
 
-    ``opened`` returns the attributes of an object that is looked into, and anything else as it is. Containers of more
-    than ``longest`` entries are data, which is not looked into.
+    ``opened`` returns what an object holds that is no container. Containers of more than ``longest`` entries are data,
+    which is not looked into. The walk ends after ``most`` values.
     """
-    if id(value) in seen:
-        return
-    seen.add(id(value))
-    value = opened(value)
-    yield value
-    if isinstance(value, dict):
-        value = [*value.values()]
-    if isinstance(value, (list, tuple, deque)) and len(value) <= longest:
-        for inner in value:
-            yield from everything_in(inner, opened, seen, longest=longest)
+    found: dict[int, Any] = {}  # alive, so that nothing else has their ids
+    waiting = deque(values)
+    while waiting and len(found) < most:
+        value = waiting.popleft()
+        if type(value) in _PLAIN or id(value) in found:
+            continue
+        found[id(value)] = value
+        yield value
+        if not isinstance(value, (*CONTAINERS, tuple)):
+            waiting += opened(value)
+        elif len(value) <= longest:
+            waiting += value.values() if isinstance(value, dict) else value
 
 
 def copies_of(things: Iterable[Any]) -> list[tuple[Any, Any]]:

@@ -71,7 +71,7 @@ class ModuleState:
                 tensors.append(gradient)
         stepped: list[Any] = []  # containers are refilled and tensors written in place: LBFGS keeps lists of tensors
         if steps:
-            stepped += filter(_may_change, everything_in(list(stepping), _opened, set()))
+            stepped += filter(_may_change, everything_in(stepping, _opened))
         tensors += filter(torch.is_tensor, stepped)
         with uncounted():
             self._values = TensorValues(tensors)
@@ -124,11 +124,10 @@ class TensorValues:
                 tensor.requires_grad_(requires_grad)
 
 
-def _opened(value: Any) -> Any:
-    """Return the attributes of an optimizer or a schedule, anything else as it is."""
-    if isinstance(value, (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)):
-        return vars(value)
-    return value
+def _opened(value: Any) -> Iterable[Any]:
+    """Return the dictionary of attributes of an optimizer or a schedule; nothing of anything else."""
+    is_stepping = isinstance(value, (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler))
+    return (vars(value),) if is_stepping else ()
 
 
 def _may_change(value: Any) -> bool:

@@ -12,13 +12,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from io import BytesIO, IOBase, StringIO
-from itertools import chain, islice
 from logging import Logger
 from operator import attrgetter
 from tarfile import TarFile
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
-from weakref import ProxyType
 from zipfile import ZipFile
 
 import numpy as np
@@ -28,18 +26,16 @@ from torch.utils.data import Dataset
 
 from lightning_ga.batch.pytree import same_values
 from lightning_ga.memory.live_tensors import uncounted
-from lightning_ga.snapshot.copies import by_id, copies_of, is_writable, put_back
+from lightning_ga.snapshot.copies import by_id, copies_of, everything_in, is_writable, put_back
 from lightning_ga.snapshot.random_numbers import RandomState, generators_in, held_by, reseed, seed_generator
 
 _COPIED = 200_000  # entries of all containers that are put back: longer ones are data
 _LISTED = 500  # entries of a container that is searched: longer ones are data
-_MOST = 2048  # things that are looked at, and values of one depth
-_DEEPEST = 16  # levels of objects, their attributes and containers
+_MOST = 2048  # things that are looked at
 _ARRAYS = 2**22  # bytes of all arrays that are put back
 _CONTAINERS = (dict, list, set, deque, OrderedDict, defaultdict, Counter)
 _EMPTY = CellType()
 _QUEUES = ("get", "put", "empty")  # methods of those between threads or processes
-_PLAIN = (type(None), bool, int, float, str, bytes, ProxyType)
 # Archives are read by name. Modules have snapshots of their own.
 _CLOSED = (torch.nn.Module, torch.Tensor, np.ndarray, ModuleType, type, Trainer, Logger, ZipFile, TarFile)
 
@@ -49,25 +45,12 @@ def reached_from(*things: Any) -> list[Any]:
 
     The nearest come first, each once. Things that hold many others are not searched in full.
     """
-    found: dict[int, Any] = {}
-    level = by_id([*things, *(getattr(thing, "__dict__", None) for thing in things)])  # opened whatever they are
-    for _ in range(_DEEPEST):
-        found |= level
-        if not level or len(found) > _MOST:
-            break
-        held = islice(chain.from_iterable(map(_contents, level.values())), _MOST)
-        level = by_id(value for value in held if type(value) not in _PLAIN and id(value) not in found)
-    return list(found.values())
+    own = [getattr(thing, "__dict__", None) for thing in things]  # opened whatever they are
+    return list(everything_in([*things, *own], _opened, longest=_LISTED, most=_MOST))
 
 
-def _contents(thing: Any) -> Iterable[Any]:
-    """Return what a container or function holds, or the dictionary of an object's attributes."""
-    if isinstance(thing, (dict, list, tuple, set, deque)) and len(thing) >= _LISTED:
-        return ()
-    if isinstance(thing, dict):
-        return [*thing.values()]
-    if isinstance(thing, (list, tuple, set, deque)):
-        return [*thing]
+def _opened(thing: Any) -> Iterable[Any]:
+    """Return what a function is bound to, or the dictionary of an object's attributes."""
     if isinstance(thing, partial):
         return thing.func, thing.args, thing.keywords
     if isinstance(thing, MethodType) and isinstance(thing.__func__, FunctionType):
