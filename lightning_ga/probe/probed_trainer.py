@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from lightning_ga.chunks import ChunkSize
 from lightning_ga.compat import ranks
 from lightning_ga.compat.gradient_dtype import dtype_of_sum, narrow
 from lightning_ga.compat.loaders import BatchTransfer
-from lightning_ga.compat.patching import nothing
 from lightning_ga.compat.steps import FIRST_OF_WINDOW, LAST_OF_WINDOW, WHOLE_WINDOW, run_pass
 from lightning_ga.errors import UserError
 from lightning_ga.loading.sample_sizes import SampleSizes
@@ -67,9 +65,7 @@ class FailedOnRanksError(Exception):
 class ProbedTrainer(ProbedTraining):
     """The training of a Trainer: steps on batches of its largest samples, from the same state each."""
 
-    def __init__(
-        self, setup: TrainingSetup, restore: Callable[[], None], announce: Callable[[str], object] = nothing
-    ) -> None:
+    def __init__(self, setup: TrainingSetup, restore: Callable[[], None]) -> None:
         super().__init__()
         self.trainer = setup.trainer
         self.device = numbered(setup.trainer.strategy.root_device)
@@ -77,11 +73,9 @@ class ProbedTrainer(ProbedTraining):
         self.multiple = setup.multiple
         self._setup = setup
         self._restore = restore
-        self.announce = announce
         self._gradients: dict[Tensor, int | None] = {}  # of a window: parameters, and rows of sparse gradients
         self._assumed: list[Tensor] = []  # parameters with a gradient as long as no step has shown which have one
         self._recomputed: tuple[str, ...] = ()  # in steps
-        self._steps = count(1)
 
     def use_batches(self, batches: TrialBatches) -> None:
         """Run the next steps on other batches."""
@@ -184,7 +178,6 @@ class ProbedTrainer(ProbedTraining):
 
     def survey(self) -> tuple[int, Candidate]:
         """See what submodules would free, with the fewest samples that run: BatchNorm may refuse one."""
-        self.announce("Looking for submodules to compute again …")
         self._restore()  # there are no gradients
         for samples in (1, 2):
             found = attempt(self._survey_of, lambda error: not is_out_of_memory(error), samples).result
@@ -199,7 +192,6 @@ class ProbedTrainer(ProbedTraining):
 
     def step(self, samples: int, meter: StepRecorder) -> None:
         """Run forward, backward, clipping and the optimizer step on so many samples."""
-        self.announce(f"Looking for the largest micro-batch: step {next(self._steps)}, {samples} samples …")
         chunks = self._setup.chunks
         window = self._setup.rank_samples
         if chunks is not None:  # a phase ends with the loss, which may need more memory than a chunk

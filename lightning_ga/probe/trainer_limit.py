@@ -3,16 +3,15 @@
 Tested in tests/integration/test_probe.py and tests/integration/test_remembered.py.
 """
 
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_ga.compat import ranks
 from lightning_ga.compat.steps import FIRST_OF_WINDOW, LAST_OF_WINDOW, PassPlace, isolated, run_pass
@@ -82,6 +81,7 @@ def find_limit(
             "LBFGS keeps a history that grows over many steps, so that no trial of one step shows its memory: give "
             "micro_batch_size=… to do without a probe."
         )
+    rank_zero_info("AutoAccumulate: looking for the largest micro-batch …")
     with _probed(setup) as training:
         prober = Prober(training, StepMeter(training.device, training), _budget(training, options))
         if whole_first:
@@ -209,9 +209,8 @@ def recomputable(setup: TrainingSetup) -> tuple[str, ...]:
 @contextmanager
 def _probed(setup: TrainingSetup) -> Iterator[ProbedTrainer]:
     """Yield the training for trial steps, of which no trace is left."""
-    trainer = setup.trainer
-    with announcing(trainer) as announce, isolated(trainer, begins=setup.begins) as put_back:
-        yield ProbedTrainer(setup, put_back, announce)
+    with isolated(setup.trainer, begins=setup.begins) as put_back:
+        yield ProbedTrainer(setup, put_back)
 
 
 def timed_windows(training: ProbedTrainer, *, rank_samples: int, limit: int) -> tuple[Timing, ...]:
@@ -220,7 +219,6 @@ def timed_windows(training: ProbedTrainer, *, rank_samples: int, limit: int) -> 
     Each runs once to warm up. The time is the best of some runs on the slowest rank, because ranks wait for each other.
     """
     trainer = training.trainer
-    training.announce("Looking for the fastest micro-batch …")
 
     def best_seconds(place: PassPlace, size: int) -> float:
         seconds = []
@@ -239,20 +237,3 @@ def timed_windows(training: ProbedTrainer, *, rank_samples: int, limit: int) -> 
     size = training.few(limit)
     optimizer = max(0.0, best_seconds(LAST_OF_WINDOW, size) - pass_seconds(size))
     return time_windows(pass_seconds, optimizer, rank_samples=rank_samples, limit=limit, multiple=training.multiple)
-
-
-@contextmanager
-def announcing(trainer: Any) -> Iterator[Callable[[str], None]]:
-    """Yield what writes a line over the last one, on rank 0 in a terminal: the progress bar is not there yet."""
-    bar = trainer.progress_bar_callback
-    wanted = bar is not None and not getattr(bar, "is_disabled", False)
-    visible = wanted and trainer.is_global_zero and sys.stderr.isatty()
-
-    def write(text: str) -> None:
-        if visible:
-            print(f"\r{text:<79}", end="" if text else "\r", file=sys.stderr, flush=True)
-
-    try:
-        yield write
-    finally:
-        write("")
