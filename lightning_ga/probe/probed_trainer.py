@@ -39,7 +39,7 @@ from lightning_ga.recompute.survey import survey
 from lightning_ga.recompute.wrapper import recomputed
 from lightning_ga.snapshot.copies import is_writable, sparse_parameters
 
-FIRST_CHUNKS = 16  # of a window: with more of them a step is slow
+FIRST_CHUNKS = (16, 64, 256)  # of a window, tried in turn: with more of them a step is slow
 ROW_SAMPLES = (32, 8)  # samples of a pass in which the rows of sparse gradients are counted: the first that fits
 
 
@@ -231,14 +231,10 @@ class ProbedTrainer(ProbedTraining):
 
     def first_sizes(self, high: int, *, cautious: bool = False) -> Sequence[int]:
         """Return the sizes to try for the first step: large chunks first, because a window has many chunks of two."""
+        sizes = super().first_sizes(high, cautious=cautious)
         if self._setup.chunks is None:
-            return super().first_sizes(high, cautious=cautious)
-        sizes = []
-        size = high // FIRST_CHUNKS
-        while size > 2:
-            sizes.append(size)
-            size //= 4
-        return [*sizes, *super().first_sizes(high, cautious=cautious)]
+            return sizes
+        return [*(high // chunks for chunks in FIRST_CHUNKS if high // chunks > 2), *sizes]
 
     def useful(self, samples: int, limit: int) -> int:
         """Return the size of as many chunks of near-equal size, or of one fewer if these are known to fit."""
