@@ -194,12 +194,10 @@ def refill(container: Any, content: Any) -> None:
     if has_same_entries(container, content):  # others may read it
         return
     if isinstance(container, dict):
-        for name in container.keys() - content.keys():
-            del container[name]
         if [*container] != [*content]:  # keys that come back would be the last ones
             container.clear()
         kind = OrderedDict if isinstance(container, OrderedDict) else dict  # a Counter's own update would add
-        kind.update(container, content)  # empty only if it lacks a key
+        kind.update(container, content)  # never empty if its keys are the same
         return
     container.clear()
     if isinstance(container, set):
