@@ -21,14 +21,14 @@ class Candidate:
         frees: Bytes that it would not keep for the backward pass, less the arguments that it would have to keep.
         seconds: Time of its forward passes in a step.
         inner: The submodules that it calls, in the order of their first calls.
-        refused: Why it cannot be computed again; empty if it can. Its parts may be.
+        refused: Whether it cannot be computed again. Its parts may be.
     """
 
     name: str
     frees: int
     seconds: float
     inner: tuple["Candidate", ...] = ()
-    refused: str = ""
+    refused: bool = False
 
     def all(self) -> Iterator["Candidate"]:
         """Yield it, and all submodules inside it."""

@@ -79,7 +79,7 @@ def test_refused_submodules_are_not_chosen_but_their_parts_are() -> None:
     parts = (Candidate("block.one", 20, 1), Candidate("block.other", 20, 1))
     root = Candidate("", 80, 4, (Candidate("block", 40, 2, parts), Candidate("head", 40, 2)))
     assert [*root.chosen(1e9)] == ["block", "head"]
-    refused = Candidate("", 80, 4, (Candidate("block", 40, 2, parts, "it differs"), Candidate("head", 40, 2)))
+    refused = Candidate("", 80, 4, (Candidate("block", 40, 2, parts, refused=True), Candidate("head", 40, 2)))
     assert [*refused.chosen(1e9)] == ["block.one", "block.other", "head"]
-    nothing = Candidate("", 80, 4, (Candidate("head", 40, 2, refused="it differs"),))
+    nothing = Candidate("", 80, 4, (Candidate("head", 40, 2, refused=True),))
     assert choose(nothing, run_of(nothing, 150), 150) == ChosenSet((), 0.0, None, {})
