@@ -1,7 +1,7 @@
 """Choose the submodules that are computed again, from what each frees and some trial steps. Pure."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import floor, log
@@ -30,12 +30,6 @@ class Candidate:
     inner: tuple["Candidate", ...] = ()
     refused: bool = False
 
-    def all(self) -> Iterator["Candidate"]:
-        """Yield it, and all submodules inside it."""
-        yield self
-        for each in self.inner:
-            yield from each.all()
-
     def chosen(self, most: float) -> dict[str, "Candidate"]:
         """Return the submodules to choose from, as they are called; none lies inside another.
 
@@ -58,12 +52,14 @@ class ChosenSet:
     Attributes:
         names: As they are called; empty if no set fits.
         share: Their part of the forward pass, which runs once more.
+        frees: Bytes that they would not keep, summed.
         peak_bytes: The peak of their step; ``None`` if no set fits.
         trials: The peaks of the sets that were tried, in order; ``None`` for those that do not fit.
     """
 
     names: tuple[str, ...]
     share: float
+    frees: int
     peak_bytes: int | None
     trials: Mapping[tuple[str, ...], int | None]
 
@@ -125,7 +121,8 @@ def choose(
         else:
             count //= 4
     share = sum(candidates[name].seconds for name in names) / max(root.seconds, 1e-9)
-    return ChosenSet(names, share, ran.get(names), ran)
+    frees = sum(candidates[name].frees for name in names)
+    return ChosenSet(names, share, frees, ran.get(names), ran)
 
 
 def _ranked(candidates: Mapping[str, Candidate]) -> list[str]:

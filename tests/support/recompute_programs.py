@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter, OrderedDict, deque, namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,8 @@ from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
+
+from lightning_ga.recompute.choice import Candidate
 
 WIDTH = 6
 OUTSIDE = torch.Generator().manual_seed(0)
@@ -336,6 +338,13 @@ def caller_writes(net: Net, x: Tensor) -> Tensor:
     hidden = x.clone()
     out = net.part(hidden)
     return out.clone() + hidden.mul_(2)
+
+
+def with_inner(candidate: Candidate) -> Iterator[Candidate]:
+    """Yield a submodule of a survey, and all inside it."""
+    yield candidate
+    for each in candidate.inner:
+        yield from with_inner(each)
 
 
 EXACT: dict[str, Callable[[], Net]] = {
