@@ -101,14 +101,12 @@ def choose(
 
     low = 0
     high = len(ranked)
-    has_fitted = True
     while high - low > 1:
-        peak = ran[first(high)]
-        middle = (low + high) // 2
-        if has_fitted and peak is not None:
-            middle = bisect_left(sums, sums[high] - (budget - peak), low + 1, high - 1)
-        has_fitted = fits(first(middle))
-        if has_fitted:
+        spare = budget - (ran[first(high)] or 0)
+        middle = bisect_left(sums, sums[high] - spare, hi=high - 1)
+        if middle <= low:  # so few did not fit
+            middle = (low + high) // 2
+        if fits(first(middle)):
             high = middle
         else:
             low = middle
