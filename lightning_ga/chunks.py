@@ -18,7 +18,7 @@ from lightning_ga.batch.pytree import open_container, rebuild, same_values, tens
 from lightning_ga.batch.take import take
 from lightning_ga.compat.patching import shadowed
 from lightning_ga.errors import UserError
-from lightning_ga.plan.accumulation import require_count
+from lightning_ga.plan.accumulation import micro_batch_sizes, require_count
 from lightning_ga.recompute.wrapper import RunTwice, submodules
 from lightning_ga.snapshot.random_numbers import RandomState, generators_of
 
@@ -45,19 +45,13 @@ class ChunkSize:
         if notify is not None:
             notify()
 
-    def sizes(self, entries: int) -> list[int]:
-        """Return the sizes of the chunks of so many entries; the last has two if possible: BatchNorm refuses one."""
+    def sizes(self, entries: int) -> tuple[int, ...]:
+        """Return the sizes of the chunks of so many entries: the fewest near-equal ones."""
         if not entries:
-            return [0]
+            return (0,)
         views = max(1, entries // (self.window or entries))
         most = min(entries, (self.samples or entries) * views)
-        full, rest = divmod(entries, most)
-        sizes = [most] * full
-        if rest:
-            sizes.append(rest)
-        if sizes[-1] == 1 and most > 2:
-            sizes[-2:] = [most - 1, 2]
-        return sizes
+        return micro_batch_sizes(entries, most)
 
 
 def in_chunks(module: Module, *, chunk: int, dim: int = 0, keep: int = 0) -> AbstractContextManager[None]:

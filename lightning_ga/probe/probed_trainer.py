@@ -244,7 +244,7 @@ class ProbedTrainer(ProbedTraining):
         sizes = []
         size = high // FIRST_CHUNKS
         while size > 2:
-            sizes.append(size)
+            sizes.append(self.useful(size, 0))
             size //= 4
         return [*sizes, *super().first_sizes(high, cautious=cautious)]
 
