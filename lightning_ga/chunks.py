@@ -30,20 +30,11 @@ class ChunkSize:
     samples: int | None = None  # ``None`` to run whole batches
     keep: int = 0  # the last chunks of each call keep their activations
     window: int | None = None  # samples of the step's batch, if known; a module may get several views of each
-    on_recompute: Callable[[], object] | None = None  # called once, when the first chunk is recomputed
 
-    def use(self, samples: int | None, *, window: int, on_recompute: Callable[[], object] | None = None) -> None:
+    def use(self, samples: int | None, *, window: int) -> None:
         """Run the next batches, of ``window`` samples each, in chunks of at most so many samples; whole if ``None``."""
         self.samples = samples
         self.window = window
-        self.on_recompute = on_recompute
-
-    def notify(self) -> None:
-        """Note that a chunk is recomputed."""
-        notify = self.on_recompute
-        self.on_recompute = None
-        if notify is not None:
-            notify()
 
     def sizes(self, entries: int) -> tuple[int, ...]:
         """Return the sizes of the chunks of so many entries: the fewest near-equal ones."""
@@ -110,7 +101,7 @@ class Chunks:
         self.size = size
         self._dim = dim
         self._trainer = trainer
-        self._run_twice = RunTwice(module, self._name, self._forward, size.notify)
+        self._run_twice = RunTwice(module, self._name, self._forward)
         self.is_called = False  # whether it ran whole
         self.draws = False  # whether it has drawn random numbers
         self._constant: set[str] = set()  # places of arguments that were seen to belong to no sample
