@@ -28,7 +28,6 @@ class ChunkSize:
     """How large the chunks of forward passes are from here on."""
 
     samples: int | None = None  # ``None`` to run whole batches
-    keep: int = 0  # the last chunks of each call keep their activations
     window: int | None = None  # samples of the step's batch, if known; a module may get several views of each
 
     def use(self, samples: int | None, *, window: int) -> None:
@@ -45,7 +44,7 @@ class ChunkSize:
         return micro_batch_sizes(entries, most)
 
 
-def in_chunks(module: Module, *, chunk: int, dim: int = 0, keep: int = 0) -> AbstractContextManager[None]:
+def in_chunks(module: Module, *, chunk: int, dim: int = 0) -> AbstractContextManager[None]:
     """Run a module's forward pass over its batch in chunks, each recomputed in the backward pass.
 
     The gradient is that of the whole batch, whatever the loss does with the outputs; the module itself has to treat
@@ -58,7 +57,6 @@ def in_chunks(module: Module, *, chunk: int, dim: int = 0, keep: int = 0) -> Abs
             all else is passed on whole.
         chunk: The most samples of a chunk (or tokens, with ``dim=1``).
         dim: The axis along which inputs are cut and outputs are joined.
-        keep: How many chunks of each call, the last ones, keep their activations instead: less time, more memory.
 
     Raises:
         UserError: If an output has no entry for each sample, or if a forward pass changes its arguments or a parameter.
@@ -70,7 +68,7 @@ def in_chunks(module: Module, *, chunk: int, dim: int = 0, keep: int = 0) -> Abs
                 loss = contrastive_loss(model.encoder(one), model.encoder(other))
             loss.backward()
     """
-    return shadowed(module, "forward", Chunks(module, ChunkSize(require_count("chunk", chunk), keep), dim))
+    return shadowed(module, "forward", Chunks(module, ChunkSize(require_count("chunk", chunk)), dim))
 
 
 class ChunkedModules:
@@ -120,15 +118,11 @@ class Chunks:
         sizes = size.sizes(samples)
         if len(sizes) == 1 and size.samples >= (size.window or 0):  # a step may call a module several times
             return self._forward(*arguments, **named)
-        runs: list[Callable[..., Any]] = [self._forward] * len(sizes)
-        if torch.is_grad_enabled():
-            recomputed = max(0, len(sizes) - size.keep)
-            runs[:recomputed] = [self._run_twice] * recomputed
         outputs = []
         start = 0
-        for run, of in zip(runs, sizes):
+        for of in sizes:
             some, some_named = self._cut(given, samples, start, start + of)
-            outputs.append(run(*some, **some_named))
+            outputs.append(self._run_twice(*some, **some_named))
             start += of
         return self._joined(outputs, sizes)
 
