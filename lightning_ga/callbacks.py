@@ -76,7 +76,7 @@ class NoiseScale(Callback):
         if not self._norms:
             return "the model has no LayerNorm, GroupNorm or RMSNorm that is trained"
         is_one = fit.plan is not None and fit.plan.factor * fit.plan.world_size < 2
-        if is_one and not fit.parts.request.is_by_window:
+        if is_one and not fit.parts.request.by_window:
             return "a window is one micro-batch: set micro_batch_size=…"
         return None
 

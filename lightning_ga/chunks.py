@@ -18,7 +18,7 @@ from lightning_ga.batch.pytree import open_container, rebuild, same_values, tens
 from lightning_ga.batch.take import take
 from lightning_ga.compat.patching import shadowed
 from lightning_ga.errors import UserError
-from lightning_ga.plan.accumulation import require_count
+from lightning_ga.plan.accumulation import micro_batch_sizes, require_count
 from lightning_ga.recompute.wrapper import RunTwice, submodules
 from lightning_ga.snapshot.random_numbers import RandomState, generators_of
 
@@ -28,39 +28,23 @@ class ChunkSize:
     """How large the chunks of forward passes are from here on."""
 
     samples: int | None = None  # ``None`` to run whole batches
-    keep: int = 0  # the last chunks of each call keep their activations
     window: int | None = None  # samples of the step's batch, if known; a module may get several views of each
-    on_recompute: Callable[[], object] | None = None  # called once, when the first chunk is recomputed
 
-    def use(self, samples: int | None, *, window: int, on_recompute: Callable[[], object] | None = None) -> None:
+    def use(self, samples: int | None, *, window: int) -> None:
         """Run the next batches, of ``window`` samples each, in chunks of at most so many samples; whole if ``None``."""
         self.samples = samples
         self.window = window
-        self.on_recompute = on_recompute
 
-    def notify(self) -> None:
-        """Note that a chunk is recomputed."""
-        notify = self.on_recompute
-        self.on_recompute = None
-        if notify is not None:
-            notify()
-
-    def sizes(self, entries: int) -> list[int]:
-        """Return the sizes of the chunks of so many entries; the last has two if possible: BatchNorm refuses one."""
+    def sizes(self, entries: int) -> tuple[int, ...]:
+        """Return the sizes of the chunks of so many entries: the fewest near-equal ones."""
         if not entries:
-            return [0]
+            return (0,)
         views = max(1, entries // (self.window or entries))
         most = min(entries, (self.samples or entries) * views)
-        full, rest = divmod(entries, most)
-        sizes = [most] * full
-        if rest:
-            sizes.append(rest)
-        if sizes[-1] == 1 and most > 2:
-            sizes[-2:] = [most - 1, 2]
-        return sizes
+        return micro_batch_sizes(entries, most)
 
 
-def in_chunks(module: Module, *, chunk: int, dim: int = 0, keep: int = 0) -> AbstractContextManager[None]:
+def in_chunks(module: Module, *, chunk: int, dim: int = 0) -> AbstractContextManager[None]:
     """Run a module's forward pass over its batch in chunks, each recomputed in the backward pass.
 
     The gradient is that of the whole batch, whatever the loss does with the outputs; the module itself has to treat
@@ -73,7 +57,6 @@ def in_chunks(module: Module, *, chunk: int, dim: int = 0, keep: int = 0) -> Abs
             all else is passed on whole.
         chunk: The most samples of a chunk (or tokens, with ``dim=1``).
         dim: The axis along which inputs are cut and outputs are joined.
-        keep: How many chunks of each call, the last ones, keep their activations instead: less time, more memory.
 
     Raises:
         UserError: If an output has no entry for each sample, or if a forward pass changes its arguments or a parameter.
@@ -85,7 +68,7 @@ def in_chunks(module: Module, *, chunk: int, dim: int = 0, keep: int = 0) -> Abs
                 loss = contrastive_loss(model.encoder(one), model.encoder(other))
             loss.backward()
     """
-    return shadowed(module, "forward", Chunks(module, ChunkSize(require_count("chunk", chunk), keep), dim))
+    return shadowed(module, "forward", Chunks(module, ChunkSize(require_count("chunk", chunk)), dim))
 
 
 class ChunkedModules:
@@ -116,7 +99,7 @@ class Chunks:
         self.size = size
         self._dim = dim
         self._trainer = trainer
-        self._run_twice = RunTwice(module, self._name, self._forward, size.notify)
+        self._run_twice = RunTwice(module, self._name, self._forward)
         self.is_called = False  # whether it ran whole
         self.draws = False  # whether it has drawn random numbers
         self._constant: set[str] = set()  # places of arguments that were seen to belong to no sample
@@ -135,15 +118,11 @@ class Chunks:
         sizes = size.sizes(samples)
         if len(sizes) == 1 and size.samples >= (size.window or 0):  # a step may call a module several times
             return self._forward(*arguments, **named)
-        runs: list[Callable[..., Any]] = [self._forward] * len(sizes)
-        if torch.is_grad_enabled():
-            recomputed = max(0, len(sizes) - size.keep)
-            runs[:recomputed] = [self._run_twice] * recomputed
         outputs = []
         start = 0
-        for run, of in zip(runs, sizes):
+        for of in sizes:
             some, some_named = self._cut(given, samples, start, start + of)
-            outputs.append(run(*some, **some_named))
+            outputs.append(self._run_twice(*some, **some_named))
             start += of
         return self._joined(outputs, sizes)
 

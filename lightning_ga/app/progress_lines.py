@@ -161,7 +161,7 @@ def batch_of(trainer: Trainer) -> str:
     if request is None or request.is_by_samples:
         return ""
     batch = accumulate.plan.effective_batch_size
-    if request.is_by_window and not request.is_factor:
+    if request.by_window and not request.is_factor:
         batch = request.schedule.at(trainer.global_step - 1, 0)
     return f"; batch {batch:,}"
 

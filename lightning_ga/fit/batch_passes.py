@@ -21,7 +21,7 @@ from lightning_ga.fit.pieces import Pieces, cut_in_pieces
 from lightning_ga.fit.step_planner import StepPlanner
 from lightning_ga.loading.trial_batches import BatchCutter
 from lightning_ga.memory.oom import is_out_of_memory
-from lightning_ga.plan.piece_sizes import piece_sizes
+from lightning_ga.plan.accumulation import micro_batch_sizes
 
 
 class WholePasses:
@@ -84,7 +84,7 @@ class BatchPasses(WholePasses):
         limit = self._parts.limit
         units, batch_samples = self._count(batch)
         limit.cut_evenly(units)
-        self.sizes = piece_sizes(units, limit.of_pass, self._parts.request.multiple)
+        self.sizes = micro_batch_sizes(units, limit.of_pass, self._parts.request.multiple)
         self.samples += batch_samples
         if len(self.sizes) == 1:
             return partial(self._run_whole, lightning_closure, batch, batch_samples)

@@ -13,8 +13,8 @@ from lightning_ga.fit.pieces import Pieces, cut_in_pieces
 from lightning_ga.loading.known_samples import KnownSamples
 from lightning_ga.loading.trial_batches import BatchCutter
 from lightning_ga.memory.oom import attempt, may_be_out_of_memory, retry_once
+from lightning_ga.plan.accumulation import halved, micro_batch_sizes
 from lightning_ga.plan.config import Options
-from lightning_ga.plan.piece_sizes import halved, piece_sizes
 from lightning_ga.snapshot.kept_batch import KeptBatch, undo
 from lightning_ga.snapshot.savepoint import Savepoint
 
@@ -111,7 +111,7 @@ class _LoaderPieces:
                 samples = self._cutter.weight(kept_batch, units)
                 samples_of_unit = samples // max(1, units)
                 self._largest_batch = max(self._largest_batch, samples)
-                sizes = piece_sizes(units, limit)
+                sizes = micro_batch_sizes(units, limit)
         in_pieces = len(sizes) > 1
         # A rank that repeats a step logs after it, so that no value is exchanged twice.
         logs_after_steps = in_pieces or self._trainer.world_size > 1

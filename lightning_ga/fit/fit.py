@@ -277,7 +277,7 @@ class Fit:
     def summary(self) -> str:
         """Return plan and probe in one line, and a verdict that no warning shows."""
         plan = str(self.plan)
-        if self.parts.request.is_by_window:
+        if self.parts.request.by_window:
             plan += f", the first of {self.parts.request.by_window!r}"
         found = [plan]
         how_cut = self.data.windows.how_cut()

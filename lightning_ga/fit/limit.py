@@ -9,7 +9,6 @@ from typing import Any
 
 from lightning_ga.chunks import ChunkedModules
 from lightning_ga.compat import ranks
-from lightning_ga.plan.accumulation import ceil_div
 
 NO_LIMIT = 2**31  # while nothing bounds a pass: before a limit is known, and if batches run as they are
 
@@ -80,7 +79,6 @@ class Limit:
         self.has_fallen = any(has_fallen for _, has_fallen in marks)
 
     def cut_evenly(self, samples: int) -> None:
-        """Let the chunks of a batch of so many samples have about the same size."""
+        """Let submodules run over a batch of so many samples in chunks within the limit, all of about the same size."""
         if self.chunked is not None:
-            chunks = max(1, ceil_div(samples, self.samples))
-            self.chunked.size.use(ceil_div(samples, chunks), window=samples)
+            self.chunked.size.use(self.samples, window=samples)

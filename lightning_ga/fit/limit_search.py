@@ -96,7 +96,7 @@ class LimitSearch:
 
     def begin_window(self) -> None:
         """Follow a schedule that makes windows larger within an epoch."""
-        may_grow = self._parts.request.is_by_window and not self._is_wanted_at_once
+        may_grow = self._parts.request.by_window is not None and not self._is_wanted_at_once
         if may_grow and not self._parts.progress.place.skips_backward:
             self.follow_windows()
 

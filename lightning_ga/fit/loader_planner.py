@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lightning_ga.fit.parts import FitParts
 from lightning_ga.loading.source import LoaderSource
-from lightning_ga.plan.accumulation import AccumulationPlan, ceil_div, plan_accumulation
+from lightning_ga.plan.accumulation import AccumulationPlan, ceil_div, plan_accumulation, whole_multiples
 from lightning_ga.plan.batch_schedule import PiecewiseSchedule, constant
 from lightning_ga.plan.recipe import Recipe, RecipeEpoch
 
@@ -51,8 +51,9 @@ class LoaderPlanner:
     @property
     def _micro_batch_at_start(self) -> int:
         """The micro-batch that ``accumulate=`` multiplies, in multiples: the recipe's if no limit bounded it."""
+        request = self._parts.request
         known = self._parts.limit.micro_batch_at_start(self.recipe.batch_size)
-        return self._parts.request.in_multiples(known)
+        return whole_multiples(request.capped(known), request.multiple)
 
     @property
     def _sharing_ranks(self) -> int:
@@ -167,7 +168,7 @@ class LoaderPlanner:
         # A rank that runs a window again, after an error, goes over to the recipe's clock, by which validation is due
         # at the ends of windows alone. All ranks must validate at once: the others do if a window is one batch.
         validate_at_once = self.recipe.world_size == 1 or epoch_plan.factor == 1
-        if self._parts.request.is_by_window or not validate_at_once or self._parts.shares.differ:
+        if self._parts.request.by_window or not validate_at_once or self._parts.shares.differ:
             return False
         recipe_effective = self.source.within_epoch(self.recipe.effective, self.inputs.epoch)
         return (

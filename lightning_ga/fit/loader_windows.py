@@ -22,7 +22,7 @@ from lightning_ga.fit.window_base import CutWindows
 from lightning_ga.loading.samples_left import SamplesLeft
 from lightning_ga.loading.source import LoaderSource
 from lightning_ga.loading.trial_batches import BatchCutter, CollatedTrials, CutTrials, TrialBatches
-from lightning_ga.plan.piece_sizes import halved
+from lightning_ga.plan.accumulation import halved
 from lightning_ga.plan.recipe import WindowSpan
 from lightning_ga.plan.windows import NO_WINDOW
 

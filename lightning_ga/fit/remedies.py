@@ -15,8 +15,8 @@ from lightning_ga.fit.messages import give_up
 from lightning_ga.fit.parts import FitParts
 from lightning_ga.fit.training_data import Windows
 from lightning_ga.memory.oom import is_ambiguous_out_of_memory
+from lightning_ga.plan.accumulation import halved
 from lightning_ga.plan.config import Options
-from lightning_ga.plan.piece_sizes import halved
 
 # If one sample did not fit in MANY_FAILED of the last AMONG windows, later windows begin as these ended.
 MANY_FAILED = 3

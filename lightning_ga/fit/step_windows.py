@@ -110,7 +110,7 @@ class StepWindows(CutWindows):
         self._passes.exchange_through(exchange)
         undo_at_end = self._parts.undo_at_end
         undo_at_end.enter_context(closures.intercepted_closures(self._trainer, self._passes.closure, self._place))
-        if self._parts.request.is_by_window:
+        if self._parts.request.by_window:
             undo_at_end.enter_context(self._place.windows_begin_anywhere())
 
     def begin_reading(self, *, same_epoch: bool) -> None:
@@ -119,7 +119,7 @@ class StepWindows(CutWindows):
         place = self._place
         place.begin_epoch_after_last_batch()
         resumes_within_epoch = place.restarts and place.ready != place.loop_batches_of_epoch
-        if self._parts.request.is_by_window and resumes_within_epoch:
+        if self._parts.request.by_window and resumes_within_epoch:
             place.count_windows_from_here()
 
     # --- windows -------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ class StepWindows(CutWindows):
         if self._place.skips_backward:
             return
         self._passes.begin_window()
-        if self._parts.request.is_by_window:
+        if self._parts.request.by_window:
             self._place.count_windows_from_here()
         self._plan_window()
 

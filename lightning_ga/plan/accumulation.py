@@ -166,6 +166,16 @@ def micro_batch_sizes(share: int, most: int, multiple: int = 1) -> tuple[int, ..
     return split_evenly(share, parts, usable_multiple(multiple, most))
 
 
+def halved(failed: int) -> int | None:
+    """Return the limit after a pass of so many samples has run out of memory; ``None`` if it had one sample.
+
+    Examples:
+        >>> halved(85)
+        43
+    """
+    return None if failed <= 1 else ceil_div(failed, 2)
+
+
 def usable_multiple(multiple: int, most: int) -> int:
     """Return of what chunks of at most ``most`` samples are multiples: 1 if none of them could be."""
     return multiple if most >= multiple else 1

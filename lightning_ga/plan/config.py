@@ -87,11 +87,6 @@ class Request:
         return None
 
     @property
-    def is_by_window(self) -> bool:
-        """Whether windows may change within an epoch."""
-        return self.by_window is not None
-
-    @property
     def is_by_samples(self) -> bool:
         """Whether windows change with the samples that training has seen."""
         return self.by_window is not None and self.by_window.unit == "samples"
@@ -107,7 +102,7 @@ class Request:
         """Whether windows may change in training."""
         if not isinstance(self.schedule, PiecewiseSchedule):
             return True
-        return self.is_by_window or self.schedule.starts not in ((), (0,))
+        return self.by_window is not None or self.schedule.starts not in ((), (0,))
 
     def growth(self, micro_batch: int, world_size: int, steps: int, samples: int) -> PiecewiseSchedule | None:
         """Return the effective batches of an epoch that begins after so many steps and samples of all ranks."""
@@ -120,10 +115,6 @@ class Request:
         """Return the micro-batch that the user's arguments allow instead of this one."""
         wanted = self.micro_batch or micro_batch
         return min(wanted, self.most or wanted)
-
-    def in_multiples(self, micro_batch: int) -> int:
-        """Return the largest micro-batch that the user's arguments allow, of at most so many samples."""
-        return whole_multiples(self.capped(micro_batch), self.multiple)
 
     def useful_limit(self, epochs: range, *, recipe: int, total: int | None, world_size: int) -> int:
         """Return the largest micro-batch that any of these epochs can use, in samples.
@@ -282,7 +273,7 @@ def _refuse_together(options: Options, request: Request) -> None:
         "accumulate=": request.is_factor,
         "micro_batching='step'": options.micro_batching == "step",
         f"micro_batch_multiple={request.multiple}": request.multiple > 1,
-        f"effective_batch_size={request.by_window!r}": request.is_by_window,
+        f"effective_batch_size={request.by_window!r}": request.by_window is not None,
     }
     for first, second in combinations(filter(is_given.get, is_given), 2):
         if second.partition("=")[0] in _APART.get(first.partition("=")[0], ()):

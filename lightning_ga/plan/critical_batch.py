@@ -118,12 +118,6 @@ class CriticalBatch:
         elif beyond is not None:
             error = sqrt(beyond.error**2 + best.error**2)
             text += f"; {beyond.batch} costs {beyond.loss - best.loss:.3g} ± {error:.2g} of loss on the same samples"
-        unsure = []
-        for point in self.points:
-            if point != best and abs(point.loss - self.bound) < 2 * point.error:
-                unsure.append(str(point.batch))
-        if unsure:
-            text += f". Seeds leave open on which side of it {' and '.join(unsure)} lies"
         return f"{text}."
 
 

@@ -194,23 +194,20 @@ class ProbedTrainer(ProbedTraining):
         """Run forward, backward, clipping and the optimizer step on so many samples."""
         chunks = self._setup.chunks
         window = self._setup.rank_samples
-        if chunks is not None:  # a phase ends with the loss, which may need more memory than a chunk
-            chunks.use(samples, window=window, on_recompute=meter.mark)
-        try:
-            in_pass = samples if chunks is None else window
-            batch, whole = self.batch(in_pass)
-            meter.note_batch(tensors_in((whole, batch)))
-            place = WHOLE_WINDOW
-            after_backward: Callable[[], None] = partial(self._note_gradients, meter, in_pass)
-            if self._gradients:
-                after_backward = meter.mark
-                if chunks is None:
-                    place = LAST_OF_WINDOW
-            with recomputed(self.trainer.lightning_module, self._recomputed), self._noting_reached():
-                run_pass(self.trainer, batch, place, after_backward=after_backward)
-        finally:
-            if chunks is not None:
-                chunks.use(samples, window=window)
+        in_pass = samples
+        if chunks is not None:
+            chunks.use(samples, window=window)
+            in_pass = window
+        batch, whole = self.batch(in_pass)
+        meter.note_batch(tensors_in((whole, batch)))
+        place = WHOLE_WINDOW
+        after_backward: Callable[[], None] = partial(self._note_gradients, meter, in_pass)
+        if self._gradients:
+            after_backward = meter.mark
+            if chunks is None:
+                place = LAST_OF_WINDOW
+        with recomputed(self.trainer.lightning_module, self._recomputed), self._noting_reached():
+            run_pass(self.trainer, batch, place, after_backward=after_backward)
 
     def owned(self) -> dict[str, list[Tensor]]:
         """Return the tensors that lie on the device before a step, by what they are."""
@@ -234,7 +231,8 @@ class ProbedTrainer(ProbedTraining):
         sizes = super().first_sizes(high, cautious=cautious)
         if self._setup.chunks is None:
             return sizes
-        return [*(high // chunks for chunks in FIRST_CHUNKS if high // chunks > 2), *sizes]
+        large = [self.useful(high // chunks, 0) for chunks in FIRST_CHUNKS if high // chunks > 2]
+        return [*large, *sizes]
 
     def useful(self, samples: int, limit: int) -> int:
         """Return the size of as many chunks of near-equal size, or of one fewer if these are known to fit."""

@@ -160,12 +160,11 @@ def choose_recomputed(setup: TrainingSetup, options: Options, plain: DoesNotFitE
             size, root = ranks.of_all_ranks(setup.trainer, seen.result)[0]
         training.reset()
         chosen = _chosen_within(_budget(training, options), training, root, size)
-    freed = sum(each.frees for each in root.all() if each.name in chosen.names)
     return Recomputed(
         chosen.names,
         chosen.share,
         samples=size,
-        plain_bytes=max(plain.needed, (chosen.peak_bytes or 0) + freed),
+        plain_bytes=max(plain.needed, (chosen.peak_bytes or 0) + chosen.frees),
         budget_bytes=plain.left,
     )
 

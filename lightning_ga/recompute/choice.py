@@ -1,7 +1,7 @@
 """Choose the submodules that are computed again, from what each frees and some trial steps. Pure."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import floor, log
@@ -21,20 +21,14 @@ class Candidate:
         frees: Bytes that it would not keep for the backward pass, less the arguments that it would have to keep.
         seconds: Time of its forward passes in a step.
         inner: The submodules that it calls, in the order of their first calls.
-        refused: Why it cannot be computed again; empty if it can. Its parts may be.
+        refused: Whether it cannot be computed again. Its parts may be.
     """
 
     name: str
     frees: int
     seconds: float
     inner: tuple["Candidate", ...] = ()
-    refused: str = ""
-
-    def all(self) -> Iterator["Candidate"]:
-        """Yield it, and all submodules inside it."""
-        yield self
-        for each in self.inner:
-            yield from each.all()
+    refused: bool = False
 
     def chosen(self, most: float) -> dict[str, "Candidate"]:
         """Return the submodules to choose from, as they are called; none lies inside another.
@@ -58,12 +52,14 @@ class ChosenSet:
     Attributes:
         names: As they are called; empty if no set fits.
         share: Their part of the forward pass, which runs once more.
+        frees: Bytes that they would not keep, summed.
         peak_bytes: The peak of their step; ``None`` if no set fits.
         trials: The peaks of the sets that were tried, in order; ``None`` for those that do not fit.
     """
 
     names: tuple[str, ...]
     share: float
+    frees: int
     peak_bytes: int | None
     trials: Mapping[tuple[str, ...], int | None]
 
@@ -105,14 +101,12 @@ def choose(
 
     low = 0
     high = len(ranked)
-    has_fitted = True
     while high - low > 1:
-        peak = ran[first(high)]
-        middle = (low + high) // 2
-        if has_fitted and peak is not None:
-            middle = bisect_left(sums, sums[high] - (budget - peak), low + 1, high - 1)
-        has_fitted = fits(first(middle))
-        if has_fitted:
+        spare = budget - (ran[first(high)] or 0)
+        middle = bisect_left(sums, sums[high] - spare, hi=high - 1)
+        if middle <= low:  # so few did not fit
+            middle = (low + high) // 2
+        if fits(first(middle)):
             high = middle
         else:
             low = middle
@@ -125,7 +119,8 @@ def choose(
         else:
             count //= 4
     share = sum(candidates[name].seconds for name in names) / max(root.seconds, 1e-9)
-    return ChosenSet(names, share, ran.get(names), ran)
+    frees = sum(candidates[name].frees for name in names)
+    return ChosenSet(names, share, frees, ran.get(names), ran)
 
 
 def _ranked(candidates: Mapping[str, Candidate]) -> list[str]:

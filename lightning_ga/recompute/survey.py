@@ -14,6 +14,7 @@ from traceback import walk_stack
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -28,7 +29,6 @@ from lightning_ga.recompute.choice import Candidate
 from lightning_ga.recompute.comparison import difference
 
 PASSES = 3  # of which the fastest counts
-KEEPS = "{} keeps its activations: {}."
 Step = Callable[[], object]
 
 
@@ -41,7 +41,7 @@ def survey(module: Module, step: Step, small_step: Step | None = None) -> Candid
         module: The module.
         step: Runs a training step, from the same state and on the same samples each time.
         small_step: A step on few samples, in which each submodule has to give the same gradient with and without being
-            computed again; others are refused. ``None`` compares nothing.
+            computed again; others are refused, and logged in a sentence each. ``None`` compares nothing.
 
     Returns:
         The whole module, whose parts are candidates.
@@ -51,12 +51,14 @@ def survey(module: Module, step: Step, small_step: Step | None = None) -> Candid
     for _ in range(PASSES):
         seen.run(step)
     if small_step is not None:
-        seen.refused.update(compare(parts, small_step))
+        for name, reason in compare(parts, small_step).items():
+            seen.refused.add(name)
+            rank_zero_info(f"{name} keeps its activations: {reason}")
     return seen.candidate("")
 
 
 def compare(parts: dict[str, Module], step: Step) -> dict[str, str]:
-    """Return in what submodules differ if they are computed again, in a sentence each.
+    """Return which submodules differ if they are computed again, and in what.
 
     Each runs by itself in its first call, with its real arguments, and its outputs are differentiated: the step as a
     whole needs no backward pass.
@@ -73,7 +75,7 @@ def compare(parts: dict[str, Module], step: Step) -> dict[str, str]:
 
     with _forward_only(parts, compared):
         step()
-    return {name: KEEPS.format(name, sentence) for name, sentence in found.items() if sentence}
+    return {name: reason for name, reason in found.items() if reason}
 
 
 class _ForwardIsOver(BaseException):
@@ -127,7 +129,7 @@ class _Survey:
 
     def __init__(self, root: Module, parts: dict[str, Module]) -> None:
         self.seconds: dict[str, float] = {}  # of the fastest pass
-        self.refused: dict[str, str] = {}
+        self.refused: set[str] = set()
         self._root = root
         self._parts = parts
         self._device = next((each.device for each in root.parameters()), torch.device("cpu"))
@@ -149,12 +151,12 @@ class _Survey:
             self.seconds[name] = min(seconds, self.seconds.get(name, seconds))
         for name, witness, version in self._versions:
             if witness._version != version:
-                self.refused[name] = KEEPS.format(name, "its arguments are written to in place")
+                self.refused.add(name)  # its arguments are written to in place
 
     def candidate(self, name: str) -> Candidate:
         """Return a submodule with all that it calls."""
         inner = tuple(map(self.candidate, self._inner[name]))
-        return Candidate(name, self._frees(name), self.seconds[name], inner, self.refused.get(name, ""))
+        return Candidate(name, self._frees(name), self.seconds[name], inner, name in self.refused)
 
     def _frees(self, name: str) -> int:
         """Return the bytes that only this submodule keeps, less the arguments that it would have to keep."""
@@ -188,7 +190,7 @@ class _Survey:
             witness.data = tensor.new_empty(0)
             self._versions.append((name, witness, witness._version))
         if _inside_compiled():
-            self.refused[name] = KEEPS.format(name, "it is part of compiled code")
+            self.refused.add(name)
         with replaced(self, _inside=[*self._inside, name]):
             return self._timed(name, forward, *arguments, **named)
 

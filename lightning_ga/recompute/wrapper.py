@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ga.batch.pytree import is_constant
-from lightning_ga.compat.patching import nothing, shadowed
+from lightning_ga.compat.patching import shadowed
 from lightning_ga.errors import UserError
 from lightning_ga.recompute.state import ForwardEffects
 from lightning_ga.snapshot.copies import by_id, versions, with_own_containers
@@ -101,14 +101,11 @@ def submodules(module: Module, names: Iterable[str], argument: str = "recomputed
 
 
 class RunTwice:
-    """The forward pass of a module, which runs again in the backward pass; ``again`` is called before it does."""
+    """The forward pass of a module, which runs again in the backward pass."""
 
-    def __init__(
-        self, module: Module, name: str, forward: Callable[..., Any], again: Callable[[], object] = nothing
-    ) -> None:
+    def __init__(self, module: Module, name: str, forward: Callable[..., Any]) -> None:
         self._name = name
         self._forward = forward
-        self._again = again
         self._effects = ForwardEffects(module, name)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
@@ -126,7 +123,6 @@ class RunTwice:
             if given:
                 arguments, named = given.pop()
             else:
-                self._again()
                 arguments, named = tree_unflatten(map(partial(_given, tensors), leaves), structure)
             return self._forward(*arguments, **named)
 

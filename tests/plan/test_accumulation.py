@@ -8,6 +8,9 @@ from lightning_ga.errors import UserError
 from lightning_ga.plan.accumulation import (
     LEAST_GAIN,
     AccumulationPlan,
+    ceil_div,
+    halved,
+    micro_batch_sizes,
     plan_accumulation,
     plan_in_step,
     plan_unequal_shares,
@@ -18,6 +21,7 @@ from lightning_ga.plan.accumulation import (
 
 WORLD_SIZES = st.integers(1, 9)
 LIMITS = st.integers(1, 70)
+COUNTS = st.integers(1, 10**6)
 
 
 @st.composite
@@ -138,3 +142,33 @@ def test_a_rank_cuts_its_share_within_its_own_limit(effective: int, limits: list
     assert [sum(chunks) for chunks in plan.chunks] == [*split_in_proportion(effective, ratio)]
     assert all(max(chunks) <= limit for chunks, limit in zip(plan.chunks, limits))
     assert (plan.micro_batch_size, plan.factor) == (plan.chunks[rank][0], len(plan.chunks[rank]))
+
+
+@given(st.integers(0, 10**6), st.integers(10**3, 10**6))
+def test_pieces_are_the_fewest_near_equal_ones_within_the_limit(samples: int, limit: int) -> None:
+    """A batch without samples is one piece."""
+    sizes = micro_batch_sizes(samples, limit)
+    assert sum(sizes) == samples
+    assert max(sizes) <= limit
+    assert max(sizes) - min(sizes) <= 1
+    assert len(sizes) == 1 or (len(sizes) - 1) * limit < samples
+
+
+@given(COUNTS)
+def test_halving_ends_at_one_sample(samples: int) -> None:
+    """Each limit is below what failed; one sample leaves nothing to halve."""
+    failed, halvings = samples, 0
+    while (limit := halved(failed)) is not None:
+        assert failed <= 2 * limit <= failed + 1
+        assert limit < failed
+        failed = limit
+        halvings += 1
+    assert failed == 1
+    assert halvings == (samples - 1).bit_length()
+
+
+@given(st.integers(0, 10**9), COUNTS)
+def test_a_quotient_is_rounded_up(dividend: int, divisor: int) -> None:
+    """Without the rounding of floats."""
+    quotient = ceil_div(dividend, divisor)
+    assert (quotient - 1) * divisor < dividend <= quotient * divisor

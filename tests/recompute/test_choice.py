@@ -5,6 +5,7 @@ from itertools import combinations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from recompute_programs import with_inner
 
 from lightning_ga.recompute.choice import Candidate, ChosenSet, choose
 
@@ -18,7 +19,7 @@ def tree(blocks: list[tuple[int, int]]) -> Candidate:
 
 
 def run_of(root: Candidate, budget: int):
-    frees = {each.name: each.frees for each in root.all()}
+    frees = {each.name: each.frees for each in with_inner(root)}
 
     def run(names: tuple[str, ...]) -> int | None:
         peak = STATE + root.frees - sum(frees[name] for name in names)
@@ -38,6 +39,7 @@ def test_a_set_is_found_if_there_is_one_and_its_trial_has_fitted(blocks: list[tu
     found = chosen(root, budget)
     assert found.trials[found.names] == found.peak_bytes
     assert found.peak_bytes == STATE + root.frees - sum(blocks[int(name[-1])][0] for name in found.names) <= budget
+    assert found.frees == STATE + root.frees - found.peak_bytes
     assert 1 <= len(found.trials) <= 8
     assert [*found.names] == sorted(found.names)
     assert found.share == pytest.approx(sum(blocks[int(name[-1])][1] for name in found.names) / root.seconds)
@@ -79,7 +81,7 @@ def test_refused_submodules_are_not_chosen_but_their_parts_are() -> None:
     parts = (Candidate("block.one", 20, 1), Candidate("block.other", 20, 1))
     root = Candidate("", 80, 4, (Candidate("block", 40, 2, parts), Candidate("head", 40, 2)))
     assert [*root.chosen(1e9)] == ["block", "head"]
-    refused = Candidate("", 80, 4, (Candidate("block", 40, 2, parts, "it differs"), Candidate("head", 40, 2)))
+    refused = Candidate("", 80, 4, (Candidate("block", 40, 2, parts, refused=True), Candidate("head", 40, 2)))
     assert [*refused.chosen(1e9)] == ["block.one", "block.other", "head"]
-    nothing = Candidate("", 80, 4, (Candidate("head", 40, 2, refused="it differs"),))
-    assert choose(nothing, run_of(nothing, 150), 150) == ChosenSet((), 0.0, None, {})
+    nothing = Candidate("", 80, 4, (Candidate("head", 40, 2, refused=True),))
+    assert choose(nothing, run_of(nothing, 150), 150) == ChosenSet((), 0.0, 0, None, {})

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
+from recompute_programs import with_inner
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -81,7 +82,7 @@ def under_fsdp() -> list[Any]:
                 net(torch.ones(6, 8)).backward()
 
             root = survey(net, step, step)
-            refused = {each.name: each.refused for each in root.all() if each.refused}
+            refused = {each.name: each.refused for each in with_inner(root) if each.refused}
             found.append(([*root.chosen(root.frees)], refused))
         found.append(gradients(net, net, names))
     dist.destroy_process_group()

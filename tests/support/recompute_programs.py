@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter, OrderedDict, deque, namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,8 @@ from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
+
+from lightning_ga.recompute.choice import Candidate
 
 WIDTH = 6
 OUTSIDE = torch.Generator().manual_seed(0)
@@ -338,6 +340,13 @@ def caller_writes(net: Net, x: Tensor) -> Tensor:
     return out.clone() + hidden.mul_(2)
 
 
+def with_inner(candidate: Candidate) -> Iterator[Candidate]:
+    """Yield a submodule of a survey, and all inside it."""
+    yield candidate
+    for each in candidate.inner:
+        yield from with_inner(each)
+
+
 EXACT: dict[str, Callable[[], Net]] = {
     "layers": lambda: Net(linear_then(nn.GELU())),
     "ReLU in place inside": lambda: Net(linear_then(nn.ReLU(inplace=True))),
@@ -416,6 +425,6 @@ REFUSED: dict[str, tuple[Callable[[], Net], str]] = {
         lambda: Net(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)), lambda net, x: net.part(2 * x)),
         "its forward pass writes to its arguments",
     ),
-    "caller writes": (lambda: Net(nn.Linear(WIDTH, WIDTH), caller_writes), "its arguments are written to in place"),
+    "caller writes": (lambda: Net(nn.Linear(WIDTH, WIDTH), caller_writes), ""),  # to its arguments, in place
 }
-"""Programs that a survey refuses, each with a part of the sentence."""
+"""Programs that a survey refuses, each with a part of the sentence that is logged; empty if none is."""
