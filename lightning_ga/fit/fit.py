@@ -66,7 +66,6 @@ class Fit:
         self.data = TrainingData(self.parts, options)
         self.search = LimitSearch(self.parts, options, self.data, lambda: self._rewinder.tensors_kept())
         self.verdict = Verdict(self.parts, options, self.data)
-        self._left_out = LeftOut(self.parts, self.data)
         self.rates = WindowRates(trainer, options.scale_lr, varies=request.varies)
         self.parts.undo_at_end.enter_context(self.data.intercepted(is_installed))
 
@@ -93,7 +92,8 @@ class Fit:
         parts.undo_at_end.callback(self.search.recomputed.use, ())
         parts.shares.check()
         exchange = exchange_of(self.trainer, parts.shares.note_sending)
-        remedies = Remedies(parts, self._options, self.search, self._left_out, windows)
+        left_out = LeftOut(parts, self._options, self.data)
+        remedies = Remedies(parts, self._options, self.search, left_out, windows)
         retries = self._options.on_oom != "raise"
         self._rewinder = Rewinder(parts, windows, remedies, self._reporter, exchange, retries=retries)
         with older_objects_frozen():  # one full collection may take longer than a step
@@ -122,8 +122,6 @@ class Fit:
         parts.undo_at_end.enter_context(parts.values.installed())
         parts.undo_at_end.callback(self.rates.give_back)
         parts.undo_at_end.enter_context(self.rates.unscaled_for_schedulers())
-        if self._options.on_oom == "skip":
-            parts.undo_at_end.enter_context(self._left_out.installed())
         parts.undo_at_end.enter_context(self._rewinder.guarding(members))
         self.data.windows.install(exchange)
 
@@ -209,7 +207,7 @@ class Fit:
 
     def end_micro_batch(self) -> None:
         """Note the new position if a window is over."""
-        self._left_out.forget_pass()
+        self.parts.gradients.running = None
         if self.data.windows.is_over and not self.parts.progress.place.skips_backward:
             self.data.windows.end_window()
             self._rewinder.end_window()

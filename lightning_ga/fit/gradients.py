@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_ga.batch.pytree import tensors_in
 from lightning_ga.compat import ranks
 from lightning_ga.compat.logged_values import Counted
 from lightning_ga.compat.patching import shadowed
@@ -41,7 +42,10 @@ class Gradients:
         self._trainer = trainer
         self.normalize: Normalize = options.normalize
         self._counter: Callable[[Any], Any] | None = self.normalize if callable(self.normalize) else None
-        self._leaves_out = options.on_oom == "skip"
+        self._may_leave_out = options.on_oom == "skip"
+        self.left_out: set[int] = set()  # indices of passes in the running window whose samples are left out
+        self.running: int | None = None  # index of the pass that runs; known if samples may be left out
+        self.shapes = ""  # of the tensors of its batch
         self._world_size = ranks.data_ranks(trainer)[0]
         self.counted = Counted()  # in the loop's running batch so far
         self._sum = partial(ranks.sum_over_ranks, trainer)
@@ -83,8 +87,12 @@ class Gradients:
             self._weigh_share(0.0 if is_stand_in else 1.0, of=1.0)
         else:
             planned = window.sizes[index_in_window]
-            is_summed = self._world_size > 1 and (may_drop or self._leaves_out)
+            is_summed = self._world_size > 1 and (may_drop or self._may_leave_out)
             self._weigh_known(items, planned=planned, window_samples=window.samples, is_summed=is_summed)
+        if is_stand_in and self._world_size == 1:  # on several ranks its step runs, because it may exchange values
+            # No parameter gets a gradient, as one that the others of the window do not use gets none.
+            self._skip_step(torch.zeros((), device=self._trainer.lightning_module.device, requires_grad=True))
+        self._leave_out(batch)
 
     def reset_counted(self) -> None:
         """Count anew, in a batch that the step cuts."""
@@ -107,6 +115,7 @@ class Gradients:
             self._weigh_share(count, of=total)
         else:  # the total is known as the window ends; a counter that counts nothing in all of it is refused there
             self._weigh_late(count)
+        self._leave_out(piece)
         return count / total if total else 0.0
 
     def _weigh_share(self, count: float, *, of: float) -> None:
@@ -147,15 +156,22 @@ class Gradients:
                 if parameter.requires_grad:
                     self._weightless.callback(parameter.register_hook(torch.zeros_like).remove)
 
-    def skip_step(self) -> None:
-        """Let the pass that begins compute nothing; on several ranks it runs, because its step may exchange values."""
+    def _leave_out(self, batch: Any) -> None:
+        """Name the pass that begins; if its sample is left out, let it compute and weigh nothing."""
+        if not self._may_leave_out:
+            return
+        self.running = self.passes - 1
+        self.shapes = " ".join(str(tuple(tensor.shape)) for tensor in tensors_in(batch))
+        if self.running in self.left_out:
+            self.weights.leave_out()
+            # All that is trained depends on the loss, as reducers of ranks expect.
+            trained = [each for each in self._trainer.lightning_module.parameters() if each.requires_grad]
+            self._skip_step(torch.stack([each.flatten()[:1].float().sum() for each in trained]).sum() * 0.0)
+
+    def _skip_step(self, loss: torch.Tensor) -> None:
+        """Let the step of the pass that begins return this loss."""
         module = self._trainer.lightning_module
-
-        def training_step(*_: Any) -> torch.Tensor:
-            return torch.zeros((), device=module.device, requires_grad=True)
-
-        if self._world_size == 1:
-            self._weightless.enter_context(shadowed(module, "training_step", training_step))
+        self._weightless.enter_context(shadowed(module, "training_step", lambda *_: loss))
 
     def settle(self) -> None:
         """After a backward pass, coalesce sparse gradients and widen half-precision ones."""
