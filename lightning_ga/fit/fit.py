@@ -85,7 +85,7 @@ class Fit:
         same_epoch = windows.adopt_position()  # first: it may reopen the loop's epoch
         self._hold_to_budget()
         parts.undo_at_end.callback(parts.gradients.stop_zeroing)
-        parts.undo_at_end.enter_context(parts.gradients.sums.in_float32())
+        parts.undo_at_end.enter_context(parts.gradients.summed_in_float32())
         if parts.limit.chunked is not None:
             parts.undo_at_end.enter_context(parts.limit.chunked.installed())
         parts.undo_at_end.callback(self.search.recomputed.use, ())

@@ -1,10 +1,12 @@
 """The gradients of a window: what each pass weighs, and what is done to them before the optimizer's step.
 
-Tested in tests/integration/test_token_weights.py.
+Sparse ones are coalesced, and half-precision ones summed in float32.
+
+Tested in tests/integration/test_token_weights.py and tests/integration/test_half_parameters.py.
 """
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,16 +14,15 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_ga.batch.pytree import tensors_in
-from lightning_ga.compat import ranks
+from lightning_ga.compat import gradient_dtype, ranks
 from lightning_ga.compat.logged_values import Counted
 from lightning_ga.compat.patching import shadowed
 from lightning_ga.errors import ExactnessWarning
-from lightning_ga.fit.gradient_sums import GradientSums
 from lightning_ga.plan.config import Normalize, Options
 from lightning_ga.plan.item_counters import count_items
 from lightning_ga.plan.window_weights import KnownWindow, LateWindow, WindowWeights
 from lightning_ga.plan.windows import Window
-from lightning_ga.snapshot.copies import scale_gradients
+from lightning_ga.snapshot.copies import coalesce_gradients, scale_gradients, sparse_parameters
 
 LEFT_OUT = (
     "training_step returned None for some micro-batches of a window and a loss for others: {meaning}. Return a loss "
@@ -54,10 +55,23 @@ class Gradients:
         self._late = LateWindow(self._world_size, sum_over_ranks=self._sum, may_be_empty=self._counter is None)
         self.weights: WindowWeights = self._stock  # of the running window: one of these three
         self._weightless = ExitStack()  # undoes what makes a pass of weight 0 weigh nothing
-        self.sums = GradientSums(trainer)
+        self._sparse: list[torch.nn.Parameter] | None = None  # parameters that may have sparse gradients, once known
+        self._half: list[torch.Tensor] = []  # parameters whose gradients are summed in float32
+        self._owes_rounding_warning = False  # whether a warning is due that torch rounds these sums
         self.passes = 0  # of the window, that have begun
         self._losses = 0  # of these passes, that have a loss
         self._has_warned = False
+
+    def summed_in_float32(self) -> AbstractContextManager[None]:
+        """Return a context in which half-precision gradients are summed in float32, and rounded before each step."""
+        if not ranks.gradients_are_private(self._trainer):
+            return nullcontext()
+        half = gradient_dtype.half_parameters(self._trainer.lightning_module)
+        if not gradient_dtype.has_grad_dtype():
+            self._owes_rounding_warning = bool(half)
+            return nullcontext()
+        self._half = half
+        return gradient_dtype.float32_allowed(half)
 
     def begin_window(self) -> None:
         """Begin a window, or begin it again after an error."""
@@ -174,18 +188,28 @@ class Gradients:
         self._weightless.enter_context(shadowed(module, "training_step", lambda *_: loss))
 
     def settle(self) -> None:
-        """After a backward pass, coalesce sparse gradients and widen half-precision ones."""
+        """After a backward pass, coalesce sparse gradients; widen half-precision ones if they will change later."""
         self.stop_zeroing()
+        if self._sparse is None:
+            self._sparse = sparse_parameters(self._trainer.lightning_module)
+        if self._sparse:
+            coalesce_gradients(self._sparse)
         weighs_all = self.weights.weight == 1.0  # a first piece of several weighs less
         is_whole_window = self._factor == 1 and self.passes == 1 and weighs_all
-        self.sums.settle(will_change=not is_whole_window)
+        if is_whole_window:
+            return
+        if self._half:
+            gradient_dtype.widen(self._half)
+        if self._owes_rounding_warning:
+            self._owes_rounding_warning = False
+            rank_zero_warn(gradient_dtype.SUMS_ARE_ROUNDED, category=ExactnessWarning)
 
     def close_window(self, optimizer: torch.optim.Optimizer) -> None:
         """Scale the gradients to the mean over the window, after the GradScaler's unscaling and before clipping."""
         scale = self.weights.close()
         if scale != 1.0:
             scale_gradients(optimizer, scale)
-        self.sums.round()
+        gradient_dtype.narrow(self._half)
         if 0 < self._losses < self.passes and not self._has_warned:
             self._has_warned = True
             meaning = AS_ZEROS if self.normalize is None else AS_MEAN
