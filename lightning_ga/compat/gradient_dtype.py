@@ -1,4 +1,4 @@
-"""Accumulate the gradients of half-precision parameters in float32 (when: ``fit/gradient_sums.py``).
+"""Accumulate the gradients of half-precision parameters in float32 (when: ``fit/gradients.py``).
 
 The first gradient of a window becomes float32 before the second is added, and the sum is rounded once.
 This needs ``Tensor.grad_dtype`` (torch 2.10, read in 2.15): a gradient may have another type than its parameter.

@@ -63,7 +63,9 @@ class BatchPasses(WholePasses):
         self._cutter = cutter
         self._planner = planner  # knows the size of a batch whose samples cannot be counted
         self.samples = 0  # of the window's batches so far, on this rank, each of its largest loader
-        self.sizes: tuple[int, ...] = ()  # of the pieces of the batch that runs, in units; see ``StepPlanner.units``
+        self.sizes: tuple[
+            int, ...
+        ] = ()  # of the pieces of the window's last batch, in units; see ``StepPlanner.units``
         self.has_cut = False  # whether a batch of this fit was cut
 
     def exchange_through(self, exchange: AnyExchange | None) -> None:
@@ -73,9 +75,6 @@ class BatchPasses(WholePasses):
     def begin_window(self) -> None:
         """Begin a window, or begin it again."""
         self.samples = 0
-
-    def forget_sizes(self) -> None:
-        """Forget the sizes of the batch before."""
         self.sizes = ()
 
     def closure(self, lightning_closure: Any, make: Callable[..., Any], given: Any, *others: Any) -> Callable[[], Any]:

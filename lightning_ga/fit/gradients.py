@@ -1,26 +1,28 @@
 """The gradients of a window: what each pass weighs, and what is done to them before the optimizer's step.
 
-Tested in tests/integration/test_token_weights.py.
+Sparse ones are coalesced, and half-precision ones summed in float32.
+
+Tested in tests/integration/test_token_weights.py and tests/integration/test_half_parameters.py.
 """
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_ga.compat import ranks
+from lightning_ga.batch.pytree import tensors_in
+from lightning_ga.compat import gradient_dtype, ranks
 from lightning_ga.compat.logged_values import Counted
 from lightning_ga.compat.patching import shadowed
 from lightning_ga.errors import ExactnessWarning
-from lightning_ga.fit.gradient_sums import GradientSums
 from lightning_ga.plan.config import Normalize, Options
 from lightning_ga.plan.item_counters import count_items
 from lightning_ga.plan.window_weights import KnownWindow, LateWindow, WindowWeights
 from lightning_ga.plan.windows import Window
-from lightning_ga.snapshot.copies import scale_gradients
+from lightning_ga.snapshot.copies import coalesce_gradients, scale_gradients, sparse_parameters
 
 LEFT_OUT = (
     "training_step returned None for some micro-batches of a window and a loss for others: {meaning}. Return a loss "
@@ -41,7 +43,10 @@ class Gradients:
         self._trainer = trainer
         self.normalize: Normalize = options.normalize
         self._counter: Callable[[Any], Any] | None = self.normalize if callable(self.normalize) else None
-        self._leaves_out = options.on_oom == "skip"
+        self._may_leave_out = options.on_oom == "skip"
+        self.left_out: set[int] = set()  # indices of passes in the running window whose samples are left out
+        self.running: int | None = None  # index of the pass that runs; known if samples may be left out
+        self.shapes = ""  # of the tensors of its batch
         self._world_size = ranks.data_ranks(trainer)[0]
         self.counted = Counted()  # in the loop's running batch so far
         self._sum = partial(ranks.sum_over_ranks, trainer)
@@ -50,10 +55,23 @@ class Gradients:
         self._late = LateWindow(self._world_size, sum_over_ranks=self._sum, may_be_empty=self._counter is None)
         self.weights: WindowWeights = self._stock  # of the running window: one of these three
         self._weightless = ExitStack()  # undoes what makes a pass of weight 0 weigh nothing
-        self.sums = GradientSums(trainer)
+        self._sparse: list[torch.nn.Parameter] | None = None  # parameters that may have sparse gradients, once known
+        self._half: list[torch.Tensor] = []  # parameters whose gradients are summed in float32
+        self._owes_rounding_warning = False  # whether a warning is due that torch rounds these sums
         self.passes = 0  # of the window, that have begun
         self._losses = 0  # of these passes, that have a loss
         self._has_warned = False
+
+    def summed_in_float32(self) -> AbstractContextManager[None]:
+        """Return a context in which half-precision gradients are summed in float32, and rounded before each step."""
+        if not ranks.gradients_are_private(self._trainer):
+            return nullcontext()
+        half = gradient_dtype.half_parameters(self._trainer.lightning_module)
+        if not gradient_dtype.has_grad_dtype():
+            self._owes_rounding_warning = bool(half)
+            return nullcontext()
+        self._half = half
+        return gradient_dtype.float32_allowed(half)
 
     def begin_window(self) -> None:
         """Begin a window, or begin it again after an error."""
@@ -83,8 +101,12 @@ class Gradients:
             self._weigh_share(0.0 if is_stand_in else 1.0, of=1.0)
         else:
             planned = window.sizes[index_in_window]
-            is_summed = self._world_size > 1 and (may_drop or self._leaves_out)
+            is_summed = self._world_size > 1 and (may_drop or self._may_leave_out)
             self._weigh_known(items, planned=planned, window_samples=window.samples, is_summed=is_summed)
+        if is_stand_in and self._world_size == 1:  # on several ranks its step runs, because it may exchange values
+            # No parameter gets a gradient, as one that the others of the window do not use gets none.
+            self._skip_step(torch.zeros((), device=self._trainer.lightning_module.device, requires_grad=True))
+        self._leave_out(batch)
 
     def reset_counted(self) -> None:
         """Count anew, in a batch that the step cuts."""
@@ -107,6 +129,7 @@ class Gradients:
             self._weigh_share(count, of=total)
         else:  # the total is known as the window ends; a counter that counts nothing in all of it is refused there
             self._weigh_late(count)
+        self._leave_out(piece)
         return count / total if total else 0.0
 
     def _weigh_share(self, count: float, *, of: float) -> None:
@@ -147,29 +170,46 @@ class Gradients:
                 if parameter.requires_grad:
                     self._weightless.callback(parameter.register_hook(torch.zeros_like).remove)
 
-    def skip_step(self) -> None:
-        """Let the pass that begins compute nothing; on several ranks it runs, because its step may exchange values."""
+    def _leave_out(self, batch: Any) -> None:
+        """Name the pass that begins; if its sample is left out, let it compute and weigh nothing."""
+        if not self._may_leave_out:
+            return
+        self.running = self.passes - 1
+        self.shapes = " ".join(str(tuple(tensor.shape)) for tensor in tensors_in(batch))
+        if self.running in self.left_out:
+            self.weights.leave_out()
+            # All that is trained depends on the loss, as reducers of ranks expect.
+            trained = [each for each in self._trainer.lightning_module.parameters() if each.requires_grad]
+            self._skip_step(torch.stack([each.flatten()[:1].float().sum() for each in trained]).sum() * 0.0)
+
+    def _skip_step(self, loss: torch.Tensor) -> None:
+        """Let the step of the pass that begins return this loss."""
         module = self._trainer.lightning_module
-
-        def training_step(*_: Any) -> torch.Tensor:
-            return torch.zeros((), device=module.device, requires_grad=True)
-
-        if self._world_size == 1:
-            self._weightless.enter_context(shadowed(module, "training_step", training_step))
+        self._weightless.enter_context(shadowed(module, "training_step", lambda *_: loss))
 
     def settle(self) -> None:
-        """After a backward pass, coalesce sparse gradients and widen half-precision ones."""
+        """After a backward pass, coalesce sparse gradients; widen half-precision ones if they will change later."""
         self.stop_zeroing()
+        if self._sparse is None:
+            self._sparse = sparse_parameters(self._trainer.lightning_module)
+        if self._sparse:
+            coalesce_gradients(self._sparse)
         weighs_all = self.weights.weight == 1.0  # a first piece of several weighs less
         is_whole_window = self._factor == 1 and self.passes == 1 and weighs_all
-        self.sums.settle(will_change=not is_whole_window)
+        if is_whole_window:
+            return
+        if self._half:
+            gradient_dtype.widen(self._half)
+        if self._owes_rounding_warning:
+            self._owes_rounding_warning = False
+            rank_zero_warn(gradient_dtype.SUMS_ARE_ROUNDED, category=ExactnessWarning)
 
     def close_window(self, optimizer: torch.optim.Optimizer) -> None:
         """Scale the gradients to the mean over the window, after the GradScaler's unscaling and before clipping."""
         scale = self.weights.close()
         if scale != 1.0:
             scale_gradients(optimizer, scale)
-        self.sums.round()
+        gradient_dtype.narrow(self._half)
         if 0 < self._losses < self.passes and not self._has_warned:
             self._has_warned = True
             meaning = AS_ZEROS if self.normalize is None else AS_MEAN

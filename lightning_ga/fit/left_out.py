@@ -3,91 +3,58 @@
 A window's passes have one sample each once one of them has failed, so the index of a pass in its window names the
 sample, however often the window begins again. Ranks stay in step: the pass runs, with a loss of zero.
 
+``Gradients`` lets their passes run so, and knows which pass runs.
+
 Tested in tests/integration/test_left_out.py and tests/integration/test_checkpoint.py.
 """
 
 import csv
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning_utilities.core.rank_zero import rank_prefixed_message
-from torch import Tensor
 
-from lightning_ga.batch.pytree import tensors_in
-from lightning_ga.compat.patching import shadowed
 from lightning_ga.errors import UserError
 from lightning_ga.fit.parts import FitParts
 from lightning_ga.fit.training_data import TrainingData
 from lightning_ga.plan.accumulation import ceil_div
+from lightning_ga.plan.config import Options
 
 MOST_IN_A_ROW = 10  # samples that may be left out, until a window is whole again
 ONE_IN = 100  # samples of the epoch, one may be left out
 
 
 class LeftOut:
-    """Owns the samples of the running window that are left out, and the list of all; none unless ``installed``.
+    """Chooses the samples of the running window that are left out, and lists all; made on all ranks together."""
 
-    ``Gradients`` counts each pass before its step runs. A step for which no new pass was counted is a trial.
-    """
-
-    def __init__(self, parts: FitParts, data: TrainingData) -> None:
+    def __init__(self, parts: FitParts, options: Options, data: TrainingData) -> None:
         self._trainer = parts.progress.trainer
         self._progress = parts.progress
         self._gradients = parts.gradients
         self._data = data
-        self._left_out: set[int] = set()  # indices of passes in the running window
-        self.running: int | None = None  # index in its window of the pass that runs; none between two of them
-        self._shapes = ""  # of its batch
         self._in_row = 0  # left out since a window was whole
         self._by_epoch: Counter[int] = Counter()  # how many were left out in each
         self._folder = Path()
-
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Return a context in which steps of samples that are left out return a loss of zero."""
-        module = self._trainer.lightning_module
-        step = module.training_step
-        self._folder = Path(self._trainer.log_dir or self._trainer.default_root_dir)  # ranks ask for it together
-
-        def training_step(batch: Any, *others: Any) -> Any:
-            index_in_window = self._gradients.passes - 1
-            if index_in_window < 0:  # a trial step, before the window's first pass
-                return step(batch, *others)
-            is_new_pass = index_in_window != self.running  # else a trial step, after the pass that has failed
-            if is_new_pass:
-                self.running = index_in_window
-                self._shapes = " ".join(str(tuple(tensor.shape)) for tensor in tensors_in(batch))
-            if index_in_window not in self._left_out:
-                return step(batch, *others)
-            self._gradients.weights.leave_out()
-            return _nothing(module)
-
-        with shadowed(module, "training_step", training_step):
-            yield
+        if options.on_oom == "skip":
+            self._folder = Path(self._trainer.log_dir or self._trainer.default_root_dir)  # ranks ask for it together
 
     def begin_window(self) -> None:
         """Begin another window, of which no sample is left out so far."""
-        if not self._left_out:
+        if not self._gradients.left_out:
             self._in_row = 0
-        self._left_out = set()
+        self._gradients.left_out = set()
 
-    def forget_pass(self) -> None:
-        """Forget the last pass: the loop's batch is done, or the window begins, maybe again."""
-        self.running = None
-
-    def add(self, index_in_window: int | None) -> bool:
-        """Leave out the sample whose pass has failed, by its index in the window; return whether one is known to have.
+    def add(self) -> bool:
+        """Leave out the sample whose pass has failed; return whether one is known to have.
 
         Raises:
             UserError: If too many are left out.
         """
-        if index_in_window is None or index_in_window in self._left_out:
+        index_in_window = self._gradients.running
+        if index_in_window is None or index_in_window in self._gradients.left_out:
             return False
-        self._left_out.add(index_in_window)
+        self._gradients.left_out.add(index_in_window)
         epoch, window = self._progress.window
         self._in_row += 1
         self._by_epoch[epoch] += 1
@@ -96,7 +63,7 @@ class LeftOut:
             "window": window,
             "place": index_in_window,
             "index": self._data.windows.index_of(index_in_window),
-            "size": self._shapes,
+            "size": self._gradients.shapes,
             "rank": self._trainer.global_rank,
         }
         self._write(row)
@@ -123,9 +90,3 @@ class LeftOut:
             if file.tell() == 0:
                 writer.writeheader()
             writer.writerow(row)
-
-
-def _nothing(module: torch.nn.Module) -> Tensor:
-    """Return a loss of zero on which all that is trained depends, as reducers of ranks expect."""
-    first = [parameter.flatten()[:1].float().sum() for parameter in module.parameters() if parameter.requires_grad]
-    return torch.stack(first).sum() * 0.0

@@ -258,7 +258,6 @@ class LoaderWindows(CutWindows):
         samples = planned
         if is_stand_in:
             samples = 0
-            gradients.skip_step()
         elif may_drop and gradients.normalize == "samples":
             samples = self._samples_left.count(batch, planned)
         gradients.weigh_micro_batch(

@@ -15,10 +15,11 @@ from lightning_ga.plan.units import counted
 ONE_SAMPLE = (
     'with one sample alone ({memory}), so there is nothing left to split: give checkpoint="auto", train in '
     "a lower precision (precision='bf16-mixed'), or raise memory_budget and free the device of other "
-    "processes. A batch of one row may hold several samples: make it a lightning_ga.split.FlattenedBatch if "
-    "position_ids begin anew with each, or a type that lightning_ga.split.register_splitter knows; or define "
-    "split_batch(self, batch, sizes) on the LightningModule, and give the loader's batches a first tensor with an "
-    "entry for each sample."
+    "processes. Where the step cuts, a batch is moved to the device as a whole: if that ran out of memory, let the "
+    "loader yield smaller batches. A batch of one row may hold several samples: make it a "
+    "lightning_ga.split.FlattenedBatch if position_ids begin anew with each, or a type that "
+    "lightning_ga.split.register_splitter knows; or define split_batch(self, batch, sizes) on the LightningModule, "
+    "and give the loader's batches a first tensor with an entry for each sample."
 )
 ONE_CHUNK = (
     "with chunks of one sample ({memory}), so the rest of the step needs too much: the outputs for a whole "
@@ -50,11 +51,6 @@ IN_A_PIECE = (
 IN_THE_LOADER = (
     "Memory ran out while the loader made a batch ({memory}), which it cannot be asked for again: let the dataset and "
     "the collate function take less memory. With map-style data that are cut in the loader such an error is survived."
-)
-
-IN_THE_TRANSFER = (
-    "Memory ran out as a batch of {samples} samples was moved to the device ({memory}): the step cuts it after that, "
-    "and into single samples already. Let the loader yield smaller batches."
 )
 
 

@@ -42,6 +42,7 @@ class Remedies:
     ) -> None:
         self._progress = parts.progress
         self._limit = parts.limit
+        self._gradients = parts.gradients
         self._search = search
         self._left_out = left_out
         self._windows = windows
@@ -54,7 +55,7 @@ class Remedies:
 
     def begin_window(self) -> None:
         """Begin a window; nothing happens if it begins again after an error."""
-        self._left_out.forget_pass()
+        self._gradients.running = None
         window = self._progress.window
         if window == self._window:
             return
@@ -113,8 +114,7 @@ class Remedies:
         of_short_samples = self._windows.halve_passes_of_short_samples()
         if of_short_samples is not None:
             return Remedy(*of_short_samples)
-        failed = self._left_out.running  # first: to see what can be computed again, steps are tried
-        helps = (self._may_recompute and self._recompute_all()) or self._left_out.add(failed)
+        helps = (self._may_recompute and self._recompute_all()) or self._left_out.add()
         if not helps:
             return None
         if self._number not in self._failed:

@@ -171,14 +171,7 @@ class Rewinder:
 
     def _go_back(self, failure: Exception) -> None:
         """Begin the window again with a remedy; raise an error if there is none, or the window cannot be undone."""
-        failed = self._windows.largest_pass
-        uncut = self._windows.uncut
-        can_be_no_smaller = failed == 1 and uncut > 1  # the batch is moved as a whole
-        if can_be_no_smaller and is_out_of_memory(failure):
-            memory = describe_memory(self._trainer.strategy.root_device)
-            failure.add_note(messages.IN_THE_TRANSFER.format(samples=uncut, memory=memory))
-            raise failure
-        remedy = self._remedies.choose(failed, failure)
+        remedy = self._remedies.choose(self._windows.largest_pass, failure)
         messages.end_run_if(self._leave_ranks(), self._trainer, "training", messages.OTHERS_WAIT, failure)
         messages.end_run_if(retry_once(self._undo), self._trainer, "training", messages.CHANGED, failure)
         fits = self._remedies.apply(remedy)  # by trial steps, which need the state from before

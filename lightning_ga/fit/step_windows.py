@@ -159,19 +159,11 @@ class StepWindows(CutWindows):
 
     def keep(self, batch: Any) -> None:
         """Keep a batch as the loader made it, because steps change containers."""
-        self._passes.forget_sizes()
         self.batches.append(KeptBatch(batch))
 
     @property
-    def uncut(self) -> int:
-        """The samples of a batch that is on its way to the step, which will cut it; 0 otherwise."""
-        has_fetched = len(self.batches) > 0
-        has_cut = len(self._passes.sizes) > 0  # the batch that was fetched last
-        return self.planner.batch_size if has_fetched and not has_cut else 0
-
-    @property
     def largest_pass(self) -> int:
-        """The most samples of a piece of the running batch; with ``whole=``, of a chunk."""
+        """The most samples of a piece of the window's last batch that was cut; with ``whole=``, of a chunk."""
         limit = self._parts.limit
         if limit.chunked is not None:
             return limit.samples

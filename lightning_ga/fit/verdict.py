@@ -3,7 +3,9 @@
 Tested in tests/integration/test_true_programs.py.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -12,11 +14,11 @@ from lightning_ga.batch.layout import LayoutError
 from lightning_ga.compat import ranks
 from lightning_ga.compat.loaders import BatchTransfer
 from lightning_ga.errors import ExactnessWarning
-from lightning_ga.fit.exactness.measure import measure, measure_at_start, unmeasured
+from lightning_ga.fit.exactness.measure import SAMPLES, measure, unmeasured
 from lightning_ga.fit.limit import NO_LIMIT
 from lightning_ga.fit.parts import FitParts
 from lightning_ga.fit.training_data import TrainingData
-from lightning_ga.loading.trial_batches import TrialBatches
+from lightning_ga.loading.trial_batches import CutBatch, TrialBatches
 from lightning_ga.plan.config import Normalize, Options
 from lightning_ga.plan.exactness_verdicts import WEIGHS_ALIKE, Exactness, combined, is_inexact, warning
 
@@ -43,7 +45,7 @@ class Verdict:
         later_may_be_cut = windows.planner.source.first_may_be_smaller and is_bounded
         is_cut = windows.has_several_passes or later_may_be_cut or self._parts.limit.chunked is not None
         if self._options.verify and ranks.sum_over_ranks(self._trainer, float(is_cut)) > 0:
-            found = self._measure_samples(windows.trial_batches(self._parts.progress.place.epoch), begins=True)
+            found = self._measure_trial(windows.trial_batches(self._parts.progress.place.epoch), begins=True)
             self.exactness = combined(ranks.of_all_ranks(self._trainer, found))
 
     def begin_window(self, batch: Any, *, after_error: bool) -> None:
@@ -68,36 +70,44 @@ class Verdict:
         batches = self._data.windows.trial_batches(self._parts.progress.place.epoch)
         if batches.empty:
             return self._measure_batch(batch)[0]
-        return self._measure_samples(batches, begins=False)
+        return self._measure_trial(batches, begins=False)
 
-    def _measure_samples(self, batches: TrialBatches, *, begins: bool) -> Exactness:
-        found = measure_at_start(
-            self._trainer,
-            batches,
-            BatchTransfer(self._trainer).for_trial,
-            self._normalize,
-            limit=self._parts.limit.samples,
-            in_step=self._data.windows.in_step,
-            chunked=self._parts.limit.chunked,
-            begins=begins,
-            multiple=self._parts.request.multiple,
-        )
-        return self._with_reason(found)
+    def _measure_trial(self, batches: TrialBatches, *, begins: bool) -> Exactness:
+        return self._measure(batches.batch_in_two_parts, batches.most, begins=begins)[0]
 
     def _measure_batch(self, batch: Any) -> tuple[Exactness, int]:
         """Measure on a batch of training; return what was found, and on how many samples."""
         cutter = self._data.cutter()
-        most = 0
         try:
-            most = min(cutter.count(batch), self._parts.limit.samples)
-            halves = cutter.halves(batch, most, self._parts.request.multiple)
+            available = min(cutter.count(batch), self._parts.limit.samples)
         except LayoutError as error:
-            return unmeasured(self._trainer, str(error)), most
-        if halves is None:
-            return unmeasured(self._trainer, "a micro-batch of one sample has no parts"), most
-        in_step = self._data.windows.in_step
-        found = measure(self._trainer, halves, normalize=self._normalize, begins=False, in_step=in_step)
-        return self._with_reason(found), most
+            return unmeasured(self._trainer, str(error)), 0
+
+        def halves(count: int, *_: object, multiple: int) -> CutBatch | None:
+            return cutter.halves(batch, count, multiple)
+
+        return self._measure(halves, available, at_first=available, begins=False)
+
+    def _measure(
+        self, halves: Callable[..., CutBatch | None], available: int, *, at_first: int = SAMPLES, begins: bool
+    ) -> tuple[Exactness, int]:
+        multiple = self._parts.request.multiple
+        found, samples = measure(
+            self._trainer,
+            partial(halves, multiple=multiple),
+            BatchTransfer(self._trainer).for_trial,
+            self._normalize,
+            available=available,
+            limit=self._parts.limit.samples,
+            at_first=at_first,
+            in_step=self._data.windows.in_step,
+            chunked=self._parts.limit.chunked,
+            begins=begins,
+            multiple=multiple,
+        )
+        if found.cause == "weighted" and self._weighs_alike:
+            found = replace(found, reason=WEIGHS_ALIKE)
+        return found, samples
 
     @property
     def _normalize(self) -> Normalize:
@@ -111,11 +121,6 @@ class Verdict:
         """Whether micro-batches that have unlike numbers of samples weigh alike."""
         is_cut_in_loader = not self._data.windows.in_step
         return is_cut_in_loader and self._options.normalize is None and self._data.windows.has_unequal_passes
-
-    def _with_reason(self, found: Exactness) -> Exactness:
-        if found.cause == "weighted" and self._weighs_alike:
-            return replace(found, reason=WEIGHS_ALIKE)
-        return found
 
     def agree(self) -> None:
         """Combine the verdicts of all ranks, which call this together as an epoch begins."""

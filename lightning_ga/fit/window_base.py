@@ -67,11 +67,6 @@ class CutWindows(ABC):
         """Keep a batch of the loop before anything changes it, if its samples cannot be read again by their indices."""
         return
 
-    @property
-    def uncut(self) -> int:
-        """The samples of a batch that is on its way to the step, which will cut it; 0 otherwise."""
-        return 0
-
     def halve_passes_of_short_samples(self) -> tuple[int, int] | None:
         """Make passes smaller that have several samples though the limit is one of the longest; ``None`` if none has.
 

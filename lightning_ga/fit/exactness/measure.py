@@ -14,7 +14,7 @@ from lightning_ga.batch.layout import LayoutError
 from lightning_ga.compat import ranks
 from lightning_ga.fit.exactness.judgement import Judgement, NotFiniteError, is_survivable, judge_chunks
 from lightning_ga.fit.exactness.passes import Passes, passes_of, rounding
-from lightning_ga.loading.trial_batches import CutBatch, Move, TrialBatches
+from lightning_ga.loading.trial_batches import CutBatch, Move
 from lightning_ga.memory.oom import attempt, is_out_of_memory
 from lightning_ga.plan.accumulation import whole_multiples
 from lightning_ga.plan.exactness_verdicts import Exactness
@@ -24,63 +24,53 @@ from lightning_ga.snapshot.random_numbers import reseed
 if TYPE_CHECKING:
     from lightning_ga.chunks import ChunkedModules
 
+Halves = Callable[[int, Move, int], CutBatch | None]
 SAMPLES = 7  # in parts of four and three: BatchNorm refuses one sample, and unequal parts show wrong weights
 _MORE = 4  # times as many samples if the gradient is zero: a loss over pairs may find no pair among a few
 _SMALL = 2**28  # bytes of parameters: a smaller model is measured without autocast, and above its limit
 _SHARDED = "each rank holds a part of the model, and cannot run a step by itself"
 
 
-def measure(trainer: Any, batch: CutBatch, *, normalize: Any, begins: bool, in_step: bool = False) -> Exactness:
-    """Measure on a batch that is on the device, and leave no trace.
-
-    If ``normalize`` is no function, samples are counted. If training ``begins``, the module's start hooks run first.
-    If the step cuts batches (``in_step``), the parts are pieces of one batch. A ``UserError`` of the step is
-    raised; other errors make the verdict ``"unmeasured"`` or ``"uncuttable"``.
-    """
-    if ranks.is_sharded(trainer):
-        return unmeasured(trainer, _SHARDED)
-    precisions = (True, False) if _is_small(trainer) else (False,)
-    for plain in precisions:  # with autocast if there is no memory for a plain pass
-        found = _tried(trainer, lambda *_: batch, normalize, plain=plain, begins=begins, in_step=in_step)
-        if found is not None:
-            return found
-    return unmeasured(trainer, f"memory ran out in the measurement, on {sum(batch.sizes)} samples")
-
-
-def measure_at_start(
+def measure(
     trainer: Any,
-    batches: TrialBatches,
+    halves: Halves,
     move: Move,
     normalize: Any,
     *,
+    available: int,
     limit: int,
+    at_first: int = SAMPLES,
     in_step: bool = False,
     chunked: "ChunkedModules | None" = None,
     begins: bool = True,
     multiple: int = 1,
-) -> Exactness:
-    """Measure on a few samples of the training data, in passes of at most ``limit`` samples.
+) -> tuple[Exactness, int]:
+    """Measure on some of the ``available`` samples, in passes of at most ``limit``, and leave no trace.
 
-    If training ``begins``, the module's start hooks run first. Parts are multiples of ``multiple`` if so many fit.
+    Return the verdict, and on how many samples it was tried last. There are so many ``at_first``; if their gradient is
+    zero, more follow, and fewer once memory runs out. A small model may begin with a few samples more than ``limit``.
+    ``halves(count, move, seed)`` makes a batch and its parts, multiples of ``multiple`` if so many fit; ``move`` moves
+    a batch to the device, with its hooks. If ``normalize`` is no function, samples are counted.
 
-    If their gradient is zero, more samples follow, and fewer once memory runs out. A small model may begin with a few
-    samples more than ``limit``. ``move`` moves a batch to the device, with its hooks.
+    If training ``begins``, the module's start hooks run first. If the step cuts batches (``in_step``), the parts are
+    pieces of one batch. A ``UserError`` of the step is raised; other errors make the verdict ``"unmeasured"`` or
+    ``"uncuttable"``.
     """
     refuse_lazy(trainer.lightning_module.parameters())
     if ranks.is_sharded(trainer):
-        return unmeasured(trainer, _SHARDED)
+        return unmeasured(trainer, _SHARDED), 0
     plain = _is_small(trainer)
 
     def tried(size: int) -> Exactness | None:
-        make = partial(_make_batch, batches, move, size, multiple)
+        make = partial(_make_batch, halves, move, size)
         return _tried(trainer, make, normalize, plain=plain, begins=begins, in_step=in_step, chunked=chunked)
 
-    most = whole_multiples(min(limit, batches.most), multiple)
-    most_at_first = batches.most if plain else most  # a small model may begin above its limit
+    most = whole_multiples(min(limit, available), multiple)
+    most_at_first = available if plain else most  # a small model may begin above its limit
     # Three multiples make unequal parts, of two and of one.
-    size = whole_multiples(min(max(SAMPLES, 3 * multiple), most_at_first), multiple)
+    size = whole_multiples(min(max(at_first, 3 * multiple), most_at_first), multiple)
     if size < 2:
-        return unmeasured(trainer, "a micro-batch of one sample has no parts")
+        return unmeasured(trainer, "a micro-batch of one sample has no parts"), size
     found = tried(size)
     while found is not None and not found.has_gradient and size < most:
         size = min(_MORE * size, most)
@@ -88,12 +78,12 @@ def measure_at_start(
     while found is None and size >= 4:  # memory has run out
         size = whole_multiples(size // 2, multiple)
         found = tried(size)
-    return found or unmeasured(trainer, f"memory ran out in the measurement, on {size} samples")
+    if found is None:
+        found = unmeasured(trainer, f"memory ran out in the measurement, on {size} samples")
+    return found, size
 
 
-def _make_batch(
-    batches: TrialBatches, move: Move, size: int, multiple: int, passes: Passes, seed: int
-) -> CutBatch | None:
+def _make_batch(halves: Halves, move: Move, size: int, passes: Passes, seed: int) -> CutBatch | None:
     """Make and move a batch, with random numbers of this seed."""
 
     def moved(batch: Any) -> Any:
@@ -101,7 +91,7 @@ def _make_batch(
         return move(batch)
 
     passes.begin(seed)
-    return batches.batch_in_two_parts(size, moved, seed, multiple)
+    return halves(size, moved, seed)
 
 
 def _is_small(trainer: Any) -> bool:

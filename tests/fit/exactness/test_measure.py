@@ -1,6 +1,7 @@
 """Each verdict, by the path that trains: tiny modules in a real Trainer, whole batches and parts of them."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.chunks import ChunkedModules
 from lightning_ga.errors import UserError
-from lightning_ga.fit.exactness.measure import SAMPLES, measure, measure_at_start
+from lightning_ga.fit.exactness.measure import SAMPLES, measure
 from lightning_ga.loading.trial_batches import CutBatch
 from lightning_ga.plan.exactness_verdicts import Exactness
 
@@ -97,7 +98,12 @@ def verdict_on(
     module: Any, batch: CutBatch | None = None, *, normalize: Any = None, in_step: bool = False, **settings: Any
 ) -> Exactness:
     found = cut(batch_of()) if batch is None else batch
-    run = lambda trainer: measure(trainer, found, normalize=normalize, begins=True, in_step=in_step)  # noqa: E731
+    samples = sum(found.sizes)
+
+    def run(trainer: Any) -> Any:
+        more: dict[str, Any] = {"available": samples, "limit": samples, "in_step": in_step}
+        return measure(trainer, lambda *_: found, lambda batch: batch, normalize, **more)[0]
+
     return in_training(module, run, **settings)
 
 
@@ -316,7 +322,7 @@ def out_of_memory(module: Any, batch: dict[str, Tensor]) -> Tensor:
         (lambda m, b: 1e200 * cross_entropy(m, b), "unmeasured", "its gradient is inf"),
         (of_few(torch.nan), "coupled", "a part of a batch has a gradient that is infinite or NaN"),  # of pairs, say
         (of_few(ValueError("too few")), "unmeasured", "ended in ValueError: too few"),
-        (out_of_memory, "unmeasured", "memory ran out in the measurement, on 7 samples"),
+        (out_of_memory, "unmeasured", "memory ran out in the measurement, on 3 samples"),
     ],
 )
 def test_what_has_no_gradient_costs_no_run(loss: Any, cause: str, words: str) -> None:
@@ -409,7 +415,11 @@ class Trials:
 def at_start(
     module: Any, batches: Trials, move: Any = lambda batch: batch, *, limit: int = 100, multiple: int = 1
 ) -> Exactness:
-    run = lambda trainer: measure_at_start(trainer, batches, move, None, limit=limit, multiple=multiple)  # noqa: E731
+    halves = partial(batches.batch_in_two_parts, multiple=multiple)
+
+    def run(trainer: Any) -> Any:
+        return measure(trainer, halves, move, None, available=batches.most, limit=limit, multiple=multiple)[0]
+
     return in_training(module, run)
 
 
@@ -483,7 +493,8 @@ class Factor(nn.Linear):
 def in_chunks(trainer: Any) -> Exactness:
     chunked = ChunkedModules(trainer, ["net"])
     with chunked.installed():
-        return measure_at_start(trainer, Trials(100), lambda batch: batch, None, limit=100, chunked=chunked)
+        settings: dict[str, Any] = {"available": 100, "limit": 100, "chunked": chunked}
+        return measure(trainer, Trials(100).batch_in_two_parts, lambda batch: batch, None, **settings)[0]
 
 
 def test_submodules_in_chunks_that_draw_random_numbers_are_told() -> None:
