@@ -3,10 +3,9 @@
 A LightningModule may define ``split_batch(self, batch, sizes)`` for batches whose layout cannot be read.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from math import gcd, prod
 from typing import Any, Literal
 
@@ -194,35 +193,6 @@ def _length(value: Any) -> int | None:
     if shape is None or is_plain_sequence(value):
         return None
     return shape[0]
-
-
-def split_batch(batch: Any, sizes: Sequence[int], *, layout: Layout) -> Iterator[Any]:
-    """Cut a batch into slices of these sizes, in order, each when it is asked for.
-
-    Structure and types are kept. Dense tensors and arrays are views of the batch, so a slice costs
-    no memory until it is moved; sparse and nested tensors copy at most the slice, and packed ones are padded for that.
-
-    Args:
-        batch: Tensors in any structure.
-        sizes: Samples of each slice. A slice of no samples has empty tensors, but no jagged ones, which torch lacks.
-        layout: Where its samples lie.
-
-    Raises:
-        UserError: At once, if the sizes do not add up to the samples of the batch, or it does not have this layout.
-
-    Examples:
-        >>> layout = Layout({"batch": "fields", "batch['ids']": SampleAxis(0), "batch['scale']": "constant"})
-        >>> batch = {"ids": torch.arange(5), "scale": 0.5}
-        >>> [part["ids"].tolist() for part in split_batch(batch, [3, 2], layout=layout)]
-        [[0, 1, 2], [3, 4]]
-    """
-    if any(size < 0 for size in sizes):
-        raise UserError(f"sizes={list(sizes)} must not be negative.")
-    samples = layout.samples(batch)
-    if sum(sizes) != samples:
-        raise UserError(f"sizes={list(sizes)} add up to {sum(sizes)}, and the batch has {samples} samples.")
-    ends = list(accumulate(sizes))
-    return map(partial(layout.cut, batch), [0, *ends], ends)
 
 
 @dataclass(frozen=True, slots=True)
