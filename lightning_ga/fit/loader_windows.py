@@ -19,7 +19,6 @@ from lightning_ga.fit.batch_passes import WholePasses
 from lightning_ga.fit.loader_planner import LoaderPlanner
 from lightning_ga.fit.parts import FitParts
 from lightning_ga.fit.window_base import CutWindows
-from lightning_ga.loading.samples_left import SamplesLeft
 from lightning_ga.loading.source import LoaderSource
 from lightning_ga.loading.trial_batches import BatchCutter, CollatedTrials, CutTrials, TrialBatches
 from lightning_ga.plan.piece_sizes import halved
@@ -41,7 +40,6 @@ class LoaderWindows(CutWindows):
         # If training alone reads samples, trials get the first micro-batch of that iterator.
         self._first: CutTrials | None = None  # once read, until the loop begins to read
         self._compiled = CompiledModules(self._trainer)
-        self._samples_left = SamplesLeft(cutter)
         self._prepare()
 
     def use(self, source: Any) -> None:
@@ -260,7 +258,7 @@ class LoaderWindows(CutWindows):
             samples = 0
             gradients.skip_step()
         elif may_drop and gradients.normalize == "samples":
-            samples = self._samples_left.count(batch, planned)
+            samples = self._cutter().left(batch, planned)
         gradients.weigh_micro_batch(
             batch, window, index_in_window, samples=samples, is_stand_in=is_stand_in, may_drop=may_drop
         )

@@ -9,6 +9,8 @@ from functools import cached_property, partial
 from math import prod
 from typing import Any
 
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
 from lightning_ga.batch.layout import HookLayout, Layout, leaves
 from lightning_ga.batch.pytree import REMEDY, LayoutError, open_container, tensors_in
 from lightning_ga.batch.read_layout import (
@@ -19,6 +21,7 @@ from lightning_ga.batch.read_layout import (
     read_layout,
     read_ready_made,
 )
+from lightning_ga.errors import ExactnessWarning
 from lightning_ga.loading.known_samples import KnownSamples
 from lightning_ga.loading.largest import Largest
 from lightning_ga.loading.sample_reader import anything_but_out_of_memory
@@ -52,6 +55,7 @@ class BatchCutter:
         self._known = known  # of each loader
         self._combine = combine
         self._transfer = transfer
+        self._has_warned = False
 
     @property
     def were_seen_dropped(self) -> bool:
@@ -67,15 +71,33 @@ class BatchCutter:
         with uncounted(), untouched(*self._transfer.owners):
             return self.count(self._transfer.to_device(copied_if_possible(batch)))
 
-    def count_left(self, batch: Any) -> int | None:
-        """Return how many samples the collate function has left in a batch; ``None`` if that is not known.
+    def left(self, batch: Any, planned: int) -> int:
+        """Return how many of the ``planned`` samples the collate function has left in a batch; all if that is unknown.
 
-        It is known if a few samples, collated apart, have shown how batches grow with them.
+        It is known if a few samples, collated apart, have shown how batches grow with them. A number that cannot be
+        counted, or more samples than were planned, is said once.
         """
-        if not isinstance(self._layout_or_reason, (Layout, HookLayout)):
-            return None
-        counted: int | None = attempt(self.count, _is_of_layout, batch).result
-        return counted
+        counted: int | None = None
+        if isinstance(self._layout_or_reason, (Layout, HookLayout)):
+            counted = attempt(self.count, _is_of_layout, batch).result
+        if counted is None:
+            if self.were_seen_dropped:
+                self._warn(planned, "a number that cannot be counted")
+            return planned
+        if counted > planned > 0:  # a micro-batch that is planned with none runs one, weighed 0
+            self._warn(planned, str(counted))
+        return min(counted, planned)
+
+    def _warn(self, planned: int, made: str) -> None:
+        if self._has_warned:
+            return
+        self._has_warned = True
+        rank_zero_warn(
+            f"A micro-batch was planned with {planned} samples, and the collate function made {made} of them. It "
+            f"weighs {planned}: let the collate function make one entry of each sample that it keeps, or count "
+            "what the loss is a mean over (normalize=).",
+            category=ExactnessWarning,
+        )
 
     def weight(self, batch: Any, samples: int) -> int:
         """Return a batch's weight in samples: with several loaders, the most that one of them gives."""

@@ -94,9 +94,9 @@ def test_a_layout_is_not_settled_before_the_first_batch() -> None:
     known = KnownSamples(DataLoader(StreamOf(ROWS), 8, collate_fn=time_first))
     cut = BatchCutter([known], lambda batches: batches[0], Move())
     loader = known.with_shown_batch()
-    assert cut.count_left(torch.zeros(3, 8)) is None
+    assert cut.left(torch.zeros(3, 4), 8) == 8
     batch = next(iter(loader))
-    assert (cut.count_left(batch), cut.count(batch)) == (8, 8)
+    assert (cut.left(batch, 8), cut.left(batch[:, :5], 8), cut.count(batch)) == (8, 5, 8)
 
 
 class Once(IterableDataset[int]):
