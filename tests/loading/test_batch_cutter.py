@@ -70,7 +70,7 @@ def test_what_cannot_be_read_is_refused_or_cut_by_the_hook() -> None:
     loader = DataLoader(ROWS, 8, collate_fn=packed)
     batch, cut = next(iter(loader)), cutter(loader)
     for _ in range(2):
-        with pytest.raises(LayoutError, match="depends on where in the batch a sample is: define"):
+        with pytest.raises(LayoutError, match="depends on where in the batch a sample is, .*: define"):
             cut.count(batch)
     by_hook = cutter(loader, hook=lambda batch, sizes: [f"{size} samples" for size in sizes])
     batch["rows"] = batch["rows"][:8]
