@@ -4,7 +4,6 @@ Tested in tests/batch/test_split.py.
 """
 
 from lightning_ga.batch.flattened import FlattenedBatch
-from lightning_ga.batch.layout import split_batch
 from lightning_ga.batch.pytree import register_splitter
 
-__all__ = ["FlattenedBatch", "register_splitter", "split_batch"]
+__all__ = ["FlattenedBatch", "register_splitter"]

@@ -3,10 +3,9 @@
 A LightningModule may define ``split_batch(self, batch, sizes)`` for batches whose layout cannot be read.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from math import gcd, prod
 from typing import Any, Literal
 
@@ -62,11 +61,17 @@ class Layout:
         """Return the samples of a batch from each loader that has any in it; refuse one whose parts disagree."""
         sizes: dict[int, int] = {}
         first: dict[int, str] = {}  # the first part with samples of each loader
-        for loader, samples, path in self._counts("batch", batch):
-            sizes.setdefault(loader, samples)
-            first.setdefault(loader, path)
-            if samples != sizes[loader]:
-                raise uncuttable(f"{first[loader]} has {sizes[loader]} of them and {path} has {samples}")
+        for path, node, role in self.parts(batch):
+            if not isinstance(role, SampleAxis):
+                continue
+            shape = extents(node) or ()
+            if len(shape) <= role.axis:
+                raise _changed(path, node)
+            samples = shape[role.axis]
+            known = sizes.setdefault(role.loader, samples)
+            first.setdefault(role.loader, path)
+            if samples != known:
+                raise uncuttable(f"{first[role.loader]} has {known} of them and {path} has {samples}")
         if not sizes:
             raise uncuttable("nothing in it grows with them")
         return sizes
@@ -83,28 +88,25 @@ class Layout:
         for loader, size in sizes.items():
             each = size // max(1, samples)
             spans[loader] = (start * each, stop * each)
-        return self._cut(spans, "batch", batch)
+        return self.part_of(batch, spans)
 
-    def _counts(self, path: str, node: Any) -> Iterator[tuple[int, int, str]]:
-        """Yield loader, number of samples and path of each part with entries for each sample."""
+    def parts(self, node: Any, path: str = "batch") -> Iterator[tuple[str, Any, Role]]:
+        """Yield path, value and role of each part that has a role as a whole; refuse one of another kind."""
         role = self.roles.get(path)
         if node is None:
             return
-        if isinstance(role, SampleAxis):
-            shape = extents(node) or ()
-            if len(shape) <= role.axis:
-                raise _changed(path, node)
-            yield role.loader, shape[role.axis], path
-        elif role == "fields":
+        if role == "fields":
             children = open_container(node) if is_opened(node) else None
             if children is None:
                 raise _changed(path, node)
             for name, child in children:
-                yield from self._counts(path + name, child)
+                yield from self.parts(child, path + name)
         elif role is None or (role == "constant" and not is_constant(node)):
             raise _changed(path, node)
+        else:
+            yield path, node, role
 
-    def _cut(self, spans: Mapping[int, tuple[int, int]], path: str, node: Any) -> Any:
+    def part_of(self, node: Any, spans: Mapping[int, tuple[int, int]], path: str = "batch") -> Any:
         """Return the part of a value that belongs to some samples of each loader."""
         role = self.roles.get(path)
         if node is None:
@@ -118,7 +120,7 @@ class Layout:
         if role != "fields":
             return node
         children = open_container(node) or []
-        return rebuild(node, [self._cut(spans, path + name, child) for name, child in children])
+        return rebuild(node, [self.part_of(child, spans, path + name) for name, child in children])
 
 
 def uncuttable(why: str) -> LayoutError:
@@ -194,35 +196,6 @@ def _length(value: Any) -> int | None:
     if shape is None or is_plain_sequence(value):
         return None
     return shape[0]
-
-
-def split_batch(batch: Any, sizes: Sequence[int], *, layout: Layout) -> Iterator[Any]:
-    """Cut a batch into slices of these sizes, in order, each when it is asked for.
-
-    Structure and types are kept. Dense tensors and arrays are views of the batch, so a slice costs
-    no memory until it is moved; sparse and nested tensors copy at most the slice, and packed ones are padded for that.
-
-    Args:
-        batch: Tensors in any structure.
-        sizes: Samples of each slice. A slice of no samples has empty tensors, but no jagged ones, which torch lacks.
-        layout: Where its samples lie.
-
-    Raises:
-        UserError: At once, if the sizes do not add up to the samples of the batch, or it does not have this layout.
-
-    Examples:
-        >>> layout = Layout({"batch": "fields", "batch['ids']": SampleAxis(0), "batch['scale']": "constant"})
-        >>> batch = {"ids": torch.arange(5), "scale": 0.5}
-        >>> [part["ids"].tolist() for part in split_batch(batch, [3, 2], layout=layout)]
-        [[0, 1, 2], [3, 4]]
-    """
-    if any(size < 0 for size in sizes):
-        raise UserError(f"sizes={list(sizes)} must not be negative.")
-    samples = layout.samples(batch)
-    if sum(sizes) != samples:
-        raise UserError(f"sizes={list(sizes)} add up to {sum(sizes)}, and the batch has {samples} samples.")
-    ends = list(accumulate(sizes))
-    return map(partial(layout.cut, batch), [0, *ends], ends)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from typing import Any
 from lightning_ga.batch.layout import (
     HookLayout,
     Layout,
+    LayoutError,
     Role,
     SampleAxis,
     SampleCount,
@@ -30,7 +31,6 @@ from lightning_ga.batch.pytree import (
     open_container,
     same_values,
 )
-from lightning_ga.batch.take import take
 
 BASE = 3  # samples of the batches that are compared
 ONE_MORE = 4
@@ -76,17 +76,24 @@ def read_hook_layout(hook: Any, samples: Comparison) -> HookLayout:
 def _roles_of(samples: Comparison, loader: int) -> dict[str, Role]:
     """Return the roles as 3 samples of a loader become 4; and 9, so that rounding cannot hide growth."""
     roles: dict[str, Role] = {}
+    layout = Layout(roles)
     every = range(samples.kinds)
     few = [BASE] * samples.loaders
     equal = [[kind] for kind in every]
     for kinds in [*equal, every]:
         once = samples.batch(few, kinds, 0)
-        twice = samples.batch(few, kinds, 1)
+        again = samples.batch(few, kinds, 1)
         for larger in samples.larger:
             counts = few.copy()
             counts[loader] = larger
-            reading = _Reading(loader, larger, roles, are_equal=len(kinds) == 1)
-            reading.compare("batch", once, twice, samples.batch(counts, kinds, 0))
+            many = samples.batch(counts, kinds, 0)
+            for small in (once, again):
+                for path, role in _roles("batch", small, many, loader, larger):
+                    if roles.setdefault(path, role) != role:
+                        raise uncuttable(f"{path} has different numbers of entries for different samples")
+            for start in (0, larger - BASE):
+                part = layout.part_of(many, {loader: (start, start + BASE)})
+                _check(layout, once, again, part, are_equal=len(kinds) == 1)
     return roles
 
 
@@ -104,107 +111,74 @@ def _join(known: dict[str, Role], further: Mapping[str, Role]) -> None:
             known[path] = role
 
 
-@dataclass(frozen=True, slots=True)
-class _Reading:
-    """Compares a batch of 3 samples with a larger one, for which one loader gives more samples."""
-
-    loader: int
-    larger: int
-    roles: dict[str, Role]  # that batches of any samples have shown
-    are_equal: bool  # whether the samples are, so that values can be compared too
-
-    def compare(self, path: str, few: Any, repeat: Any, many: Any) -> None:
-        """Find the role of a part: that of 3 samples, of the same collated once more, and of the larger number."""
-        if few is None and many is None:
-            return
-        small = extents(few)
-        twice = extents(repeat)
-        large = extents(many)
-        if small is None or twice is None or large is None or type(few) is not type(many):
-            if is_constant(few) and is_constant(many):
-                self._add(path, self._role_of_number(path, few, repeat, many))
-            else:
-                self._open(path, few, repeat, many)
-        elif small != twice or len(small) != len(large):
-            raise uncuttable(f"{path} changes its shape in a way of its own")
-        elif small != large:
-            role = self._role_of_growing(path, small, large)
-            self._check(path, few, repeat, many, role)
-            self._add(path, role)
-        elif is_plain_sequence(few):
-            self._open(path, few, repeat, many)
-        elif same_values(few, repeat) and not same_values(few, many):
-            raise uncuttable(f"{path} changes with the number of samples, though its shape does not")
+def _roles(path: str, few: Any, many: Any, loader: int, larger: int) -> Iterator[tuple[str, Role]]:
+    """Yield the role of each part by its shape in a batch of 3 samples, and in one with more of a loader."""
+    if few is None and many is None:
+        return
+    small = extents(few)
+    large = extents(many)
+    if small is not None and small != large:
+        yield path, SampleAxis(_growing_axis(path, small, large, larger), loader)
+    elif small is not None and not is_plain_sequence(few):
+        yield path, "shared"
+    elif is_constant(few) and is_constant(many):
+        is_count = few == BASE and many == larger
+        if is_count:
+            yield path, SampleCount(loader)
         else:
-            self._add(path, "shared")
-
-    def _add(self, path: str, role: Role) -> None:
-        if self.roles.setdefault(path, role) != role:
-            raise uncuttable(f"{path} has different numbers of entries for different samples")
-
-    def _role_of_growing(self, path: str, small: tuple[int, ...], large: tuple[int, ...]) -> SampleAxis:
-        axis, *others = [axis for axis, extent in enumerate(small) if extent != large[axis]]
-        if others or (small[axis], large[axis]) != (BASE, self.larger):
-            raise uncuttable(f"{path} goes from the shape {small} to {large} when 3 samples become {self.larger}")
-        return SampleAxis(axis, self.loader)
-
-    def _check(self, path: str, few: Any, repeat: Any, many: Any, role: SampleAxis) -> None:
-        """Check that any 3 of equal samples are the same; otherwise an entry depends on its position in the batch."""
-        if not self.are_equal or find_splitter(few) is not None or not same_values(few, repeat):
-            return  # a type may say how it is cut, and a collate function may draw random numbers
-        for start in (0, self.larger - BASE):
-            if not same_values(take(many, role.axis, start, start + BASE), few):
-                raise uncuttable(f"{path} depends on where in the batch a sample is")
-
-    def _role_of_number(self, path: str, few: Any, repeat: Any, many: Any) -> Role:
-        if same_values(few, many) or not same_values(few, repeat):
-            return "constant"
-        if few == BASE and many == self.larger:
-            return SampleCount(self.loader)
-        raise uncuttable(f"{path} goes from {few} to {many} when 3 samples become {self.larger}")
-
-    def _open(self, path: str, few: Any, repeat: Any, many: Any) -> None:
-        small = open_container(few)
-        twice = open_container(repeat)
-        large = open_container(many)
-        if small is None or twice is None or large is None or type(few) is not type(many):
+            yield path, "constant"
+    else:
+        children = open_container(few)
+        others = open_container(many)
+        if children is None or others is None or type(few) is not type(many):
             if not same_values(few, many):
                 raise unknown_type(path, few)
-            self._add(path, "shared")
+            yield path, "shared"
             return
-        repeats = dict(twice)
-        others = dict(large)
-        if not [name for name, _ in small] == [*repeats] == [*others]:
-            raise uncuttable(f"{path} has other fields when 3 samples become {self.larger}")
-        self._add(path, "fields")
-        for name, child in small:
-            self.compare(path + name, child, repeats[name], others[name])
+        if [name for name, _ in children] != [name for name, _ in others]:
+            raise uncuttable(f"{path} has other fields when 3 samples become {larger}")
+        yield path, "fields"
+        for (name, child), (_, other) in zip(children, others):
+            yield from _roles(path + name, child, other, loader, larger)
+
+
+def _growing_axis(path: str, small: tuple[int, ...], large: tuple[int, ...] | None, larger: int) -> int:
+    for axis, extent in enumerate(small):
+        if extent == BASE and large == (*small[:axis], larger, *small[axis + 1 :]):
+            return axis
+    raise uncuttable(f"{path} goes from the shape {small} to {large} when 3 samples become {larger}")
+
+
+def _check(layout: Layout, once: Any, again: Any, part: Any, *, are_equal: bool) -> None:
+    """Check that 3 samples cut out of more are those collated alone, where collating gives the same each time.
+
+    A type may say how it is cut. Unlike samples may be sorted, so of these only what all samples share is compared.
+    """
+    repeated = {path: node for path, node, _ in layout.parts(again)}
+    parts = {path: node for path, node, _ in layout.parts(part)}
+    for path, node, role in layout.parts(once):
+        has_samples = isinstance(role, SampleAxis)
+        is_compared = not has_samples or (are_equal and find_splitter(node) is None)
+        if is_compared and same_values(node, repeated[path]) and not same_values(node, parts[path]):
+            raise uncuttable(f"{path} depends on where in the batch a sample is, or on how many there are")
 
 
 def read_ready_made(batch: Any) -> Layout:
     """Read the layout of a batch that comes ready-made: samples lie on the first axis of all its parts."""
     roles: dict[str, Role] = {}
-    shapes: dict[str, Any] = {}  # of parts that may contain samples
-    has_numbers = False
     for path, node, role in _parts("batch", batch, top=True):
         roles[path] = role or SampleAxis()
-        if role is None:
-            shapes[path] = extents(node)
-            # A list of numbers may be an image size, as likely as one number for each sample.
-            has_numbers |= is_plain_sequence(node) and any(isinstance(value, Number) for value in node)
-    lengths = {shape[0] for shape in shapes.values()}
-    parts = ", ".join(f"{path} {shape}" for path, shape in [*shapes.items()][:4])
-    if not parts:
-        raise uncuttable("it comes ready-made, and no part of it has a length")
-    if has_numbers:
-        raise uncuttable(
-            f"it comes ready-made, and a list of numbers in it ({parts}) may belong to all samples or each"
-        )
-    if len(lengths) > 1:
-        raise uncuttable(
-            f"it comes ready-made and its parts ({parts}) do not all have the same length along their first axis"
-        )
-    return Layout(roles)
+        # A list of numbers may be an image size, as likely as one number for each sample.
+        if role is None and is_plain_sequence(node) and any(isinstance(value, Number) for value in node):
+            raise uncuttable(f"it comes ready-made, and the numbers in {path} may belong to all samples or to each")
+    layout = Layout(roles)
+    try:
+        layout.samples(batch)
+    except LayoutError as error:
+        raise LayoutError(
+            f"{error} It comes ready-made, so samples should lie on the first axis of each part."
+        ) from None
+    return layout
 
 
 def _parts(path: str, node: Any, *, top: bool = False) -> Iterator[tuple[str, Any, Role | None]]:

@@ -19,9 +19,8 @@ from lightning_ga.fit.batch_passes import WholePasses
 from lightning_ga.fit.loader_planner import LoaderPlanner
 from lightning_ga.fit.parts import FitParts
 from lightning_ga.fit.window_base import CutWindows
-from lightning_ga.loading.samples_left import SamplesLeft
 from lightning_ga.loading.source import LoaderSource
-from lightning_ga.loading.trial_batches import BatchCutter, CollatedTrials, CutTrials, TrialBatches
+from lightning_ga.loading.trial_batches import BatchCutter, TrialBatches
 from lightning_ga.plan.accumulation import halved
 from lightning_ga.plan.recipe import WindowSpan
 from lightning_ga.plan.windows import NO_WINDOW
@@ -39,9 +38,8 @@ class LoaderWindows(CutWindows):
         self._span = WindowSpan(source.recipe.factor)  # of the running window
         self._iterates_for: tuple[Any, ...] = ()  # what the loop's iterator was made for; empty before there is one
         # If training alone reads samples, trials get the first micro-batch of that iterator.
-        self._first: CutTrials | None = None  # once read, until the loop begins to read
+        self._first: TrialBatches | None = None  # once read, until the loop begins to read
         self._compiled = CompiledModules(self._trainer)
-        self._samples_left = SamplesLeft(cutter)
         self._prepare()
 
     def use(self, source: Any) -> None:
@@ -102,14 +100,14 @@ class LoaderWindows(CutWindows):
         """
         samples = self._source.samples
         if samples.can_be_read_apart:
-            return CollatedTrials(samples, self._cutter(), self._source.largest_micro_batch(epoch), in_step=False)
+            return TrialBatches(self._cutter(), self._source.largest_micro_batch(epoch), known=samples)
         if self._reads:
-            return CutTrials(None, self._cutter(), most=0, planned=0)
+            return TrialBatches(self._cutter(), 0)
         if self._first is None:
             self._first = self._read_first()
         return self._first
 
-    def _read_first(self) -> CutTrials:
+    def _read_first(self) -> TrialBatches:
         """Read the first micro-batch, which training still gets; it is a whole share if the limit is not known."""
         if self._begun is None:  # no epoch has begun: the loader that ``_prepare`` has planned yields nothing yet
             self.planner.plan_epoch(self._place.epoch)
@@ -123,7 +121,7 @@ class LoaderWindows(CutWindows):
         planned = 0  # samples on this rank before a collate function leaves any out
         if batch is not None:
             planned = self._source.window(self._source.epoch_plan.done).sizes[0]
-        return CutTrials(batch, self._cutter(), most=self.planner.plan.micro_batch_size, planned=planned)
+        return TrialBatches(self._cutter(), self.planner.plan.micro_batch_size, batch=batch, planned=planned)
 
     def _iterate(self) -> None:
         """Let the loop's iterator begin with the window that comes next."""
@@ -259,7 +257,7 @@ class LoaderWindows(CutWindows):
         if is_stand_in:
             samples = 0
         elif may_drop and gradients.normalize == "samples":
-            samples = self._samples_left.count(batch, planned)
+            samples = self._cutter().left(batch, planned)
         gradients.weigh_micro_batch(
             batch, window, index_in_window, samples=samples, is_stand_in=is_stand_in, may_drop=may_drop
         )

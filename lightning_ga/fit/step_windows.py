@@ -15,7 +15,7 @@ from lightning_ga.fit.parts import FitParts
 from lightning_ga.fit.step_planner import StepPlanner
 from lightning_ga.fit.window_base import CutWindows
 from lightning_ga.loading.step_source import StepSource
-from lightning_ga.loading.trial_batches import BatchCutter, CollatedTrials, CutTrials, TrialBatches
+from lightning_ga.loading.trial_batches import BatchCutter, TrialBatches
 from lightning_ga.plan.recipe import RecipeEpoch, WindowSpan
 from lightning_ga.snapshot.kept_batch import KeptBatch
 
@@ -71,14 +71,14 @@ class StepWindows(CutWindows):
         units = self.planner.units
         kept = self.batches[-1] if self.batches else self._last
         if kept is not None:
-            return CutTrials(kept.batch, self._cutter(), units, planned=units)
+            return TrialBatches(self._cutter(), units, batch=kept.batch, planned=units)
         needs_batch = self._source.first_may_be_smaller or not samples.can_be_read_apart
         batch = None
         if needs_batch and not self._reads:
             batch = advance.first_batch(self._trainer)
         if batch is None and samples.can_be_read_apart:
-            return CollatedTrials(samples, self._cutter(), units, in_step=True)
-        return CutTrials(batch, self._cutter(), units, planned=units)
+            return TrialBatches(self._cutter(), units, known=samples, in_step=True)
+        return TrialBatches(self._cutter(), units, batch=batch, planned=units)
 
     @property
     def has_several_passes(self) -> bool:

@@ -88,18 +88,9 @@ class Largest:
         if not known.has_own_collate:
             return self._kept
         _, by_elements = self._kept.orders()
-        for samples in (by_elements, known.reader.first):
-            left = _Kept(text=self._kept.text)
-            if left.see(filter(self._adds_to_batches, samples)):
-                return left
-        return self._kept
-
-    def _adds_to_batches(self, sample: Any) -> bool:
-        """Return whether a batch has more elements with a sample twice.
-
-        That it has any says too little: if nothing is left, a collate function may make a batch of zeros.
-        """
-        return self._known.elements_of([sample], 1) < self._known.elements_of([sample], 2)
+        left = _Kept(text=self._kept.text)
+        left.see(known.left(by_elements) or known.left_of_first)
+        return left
 
 
 class _Kept:

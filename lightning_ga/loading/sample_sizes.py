@@ -24,7 +24,7 @@ from lightning_ga.loading.orders import Order
 from lightning_ga.loading.rebatch import has_own_collate, length_of
 from lightning_ga.loading.sample_reader import SAMPLES_AT_ONCE, SampleReader
 from lightning_ga.loading.sampler import listed
-from lightning_ga.loading.trial_batches import BatchCutter, CollatedTrials
+from lightning_ga.loading.trial_batches import BatchCutter, TrialBatches
 from lightning_ga.plan.accumulation import AccumulationPlan
 from lightning_ga.plan.size_cuts import SizeLimits, plan_by_size
 from lightning_ga.plan.windows import EpochPlan
@@ -81,7 +81,7 @@ class SampleSizes:
         """The indices of the samples that are known, those of the largest first."""
         return sorted(self._sizes, key=self._sizes.__getitem__, reverse=True)
 
-    def trials_of_smaller(self, least: int, cutter: BatchCutter) -> tuple[int, CollatedTrials]:
+    def trials_of_smaller(self, least: int, cutter: BatchCutter) -> tuple[int, TrialBatches]:
         """Return the smallest size ≥ ``least`` and ≥ the median, and batches of samples of that size."""
         indices = self.by_size
         sizes = [*map(self._sizes.__getitem__, indices)]
@@ -91,7 +91,7 @@ class SampleSizes:
         same = indices[start : start + min(sizes.count(size), SAMPLES_KEPT)]
         # Of smaller samples more fit than of the largest, at most all that there are.
         known = KnownSamples(self._loader, same, trusted=True)
-        return max(1, size), CollatedTrials(known, cutter, most=len(sizes), in_step=False)
+        return max(1, size), TrialBatches(cutter, len(sizes), known=known)
 
     def cut(self, plan: AccumulationPlan, epoch: EpochPlan, drawn: Any) -> tuple[AccumulationPlan, EpochPlan]:
         """Cut an epoch by the sizes of its samples, which are given in order, once the limits are known."""

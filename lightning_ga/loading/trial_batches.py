@@ -9,6 +9,8 @@ from functools import cached_property, partial
 from math import prod
 from typing import Any
 
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
 from lightning_ga.batch.layout import HookLayout, Layout, leaves
 from lightning_ga.batch.pytree import REMEDY, LayoutError, open_container, tensors_in
 from lightning_ga.batch.read_layout import (
@@ -19,6 +21,7 @@ from lightning_ga.batch.read_layout import (
     read_layout,
     read_ready_made,
 )
+from lightning_ga.errors import ExactnessWarning
 from lightning_ga.loading.known_samples import KnownSamples
 from lightning_ga.loading.largest import Largest
 from lightning_ga.loading.sample_reader import anything_but_out_of_memory
@@ -52,6 +55,7 @@ class BatchCutter:
         self._known = known  # of each loader
         self._combine = combine
         self._transfer = transfer
+        self._has_warned = False
 
     @property
     def were_seen_dropped(self) -> bool:
@@ -67,15 +71,33 @@ class BatchCutter:
         with uncounted(), untouched(*self._transfer.owners):
             return self.count(self._transfer.to_device(copied_if_possible(batch)))
 
-    def count_left(self, batch: Any) -> int | None:
-        """Return how many samples the collate function has left in a batch; ``None`` if that is not known.
+    def left(self, batch: Any, planned: int) -> int:
+        """Return how many of the ``planned`` samples the collate function has left in a batch; all if that is unknown.
 
-        It is known if a few samples, collated apart, have shown how batches grow with them.
+        It is known if a few samples, collated apart, have shown how batches grow with them. A number that cannot be
+        counted, or more samples than were planned, is said once.
         """
-        if not isinstance(self._layout_or_reason, (Layout, HookLayout)):
-            return None
-        counted: int | None = attempt(self.count, _is_of_layout, batch).result
-        return counted
+        counted: int | None = None
+        if isinstance(self._layout_or_reason, (Layout, HookLayout)):
+            counted = attempt(self.count, _is_of_layout, batch).result
+        if counted is None:
+            if self.were_seen_dropped:
+                self._warn(planned, "a number that cannot be counted")
+            return planned
+        if counted > planned > 0:  # a micro-batch that is planned with none runs one, weighed 0
+            self._warn(planned, str(counted))
+        return min(counted, planned)
+
+    def _warn(self, planned: int, made: str) -> None:
+        if self._has_warned:
+            return
+        self._has_warned = True
+        rank_zero_warn(
+            f"A micro-batch was planned with {planned} samples, and the collate function made {made} of them. It "
+            f"weighs {planned}: let the collate function make one entry of each sample that it keeps, or count "
+            "what the loss is a mean over (normalize=).",
+            category=ExactnessWarning,
+        )
 
     def weight(self, batch: Any, samples: int) -> int:
         """Return a batch's weight in samples: with several loaders, the most that one of them gives."""
@@ -148,82 +170,44 @@ def _is_of_layout(error: Exception) -> bool:
     return isinstance(error, LayoutError)
 
 
-class CollatedTrials:
-    """Batches of samples that were read apart from training, repeated if they are too few.
+class TrialBatches:
+    """Batches of ``known`` samples that were read apart from training, or cut out of one ``batch`` of training.
 
-    Those of data that are cut in the step are cut, too, out of batches of ``most`` samples.
+    Samples that are read are repeated if they are too few; those of data that are cut ``in_step`` are cut, too, out of
+    batches of ``most``. A batch of training is as the loader made it, ``None`` if there is none: ``planned`` samples
+    went into it, of which a collate function may have left fewer. Some rank has planned ``most``.
     """
 
-    empty = False  # whether there is no sample to make a batch of
-
-    def __init__(self, known: KnownSamples, cutter: BatchCutter, most: int, *, in_step: bool) -> None:
+    def __init__(
+        self,
+        cutter: BatchCutter,
+        most: int,
+        *,
+        known: KnownSamples | None = None,
+        batch: Any = None,
+        planned: int = 0,
+        in_step: bool = False,
+    ) -> None:
         self.cutter = cutter
+        self.largest = None if known is None else Largest(known)
         self._known = known
-        self.most = most  # samples of the largest micro-batch
-        self._in_step = in_step
-        self.largest = Largest(known)
-
-    def at_most(self, count: int) -> int:
-        """Return ``count``."""
-        return count
-
-    def make(self, count: int, move: Move) -> tuple[Any, Any]:
-        """Return a micro-batch of so many of the heaviest samples, moved, and the whole batch if it is cut from one."""
-        if not self._in_step:
-            return move(self.largest.batch(count)), None
-        whole = move(self.largest.batch(self.most))
-        return self.cutter.cut(whole, 0, count), whole
-
-    def batch_in_two_parts(self, count: int, move: Move, seed: int = 0, multiple: int = 1) -> CutBatch | None:
-        """Return a batch of samples that differ and two parts of it, which draw the random numbers of one seed.
-
-        ``None`` if there are less than two samples.
-        """
-        chosen = self._unlike(count, multiple)
-        if len(chosen) < 2:
-            return None
-        whole = move(self._known.collate(chosen, len(chosen), seed=seed))
-        if self._in_step:
-            return self.cutter.halves(whole, count, multiple)
-        middle = split_evenly(len(chosen), 2, multiple)[0]
-        halves = chosen[:middle], chosen[middle:]
-        first, second = (move(self._known.collate(half, len(half), seed=seed)) for half in halves)
-        return CutBatch(whole, (first, second), (middle, len(chosen) - middle))
-
-    def _unlike(self, count: int, multiple: int) -> list[Any]:
-        """Return at most so many of the samples that were read and are not left out of batches; those differ."""
-        is_kept = self._known.is_kept
-        samples = [sample for sample in self._known.reader.first if sample is not None]
-        chosen = unlike(samples, count, multiple)
-        if all(map(is_kept, chosen)):
-            return chosen
-        return unlike(list(filter(is_kept, samples)), count, multiple)
-
-
-class CutTrials:
-    """Batches cut out of one that training will run, as the loader made it; none if that is ``None``.
-
-    ``planned`` samples went into it, of which a collate function may have left fewer. Some rank has planned ``most``.
-    """
-
-    largest = None  # no samples are known by themselves
-
-    def __init__(self, batch: Any, cutter: BatchCutter, most: int, planned: int) -> None:
-        self.cutter = cutter
         self._batch = batch
         self._planned_on_any_rank = most
         self._planned_here = planned
+        self._in_step = in_step
 
     @cached_property
     def _held(self) -> int:
-        """The samples of the batch; the most if they cannot be counted."""
-        counted = attempt(self.cutter.count_moved, lambda _: True, self._batch)
+        """The samples of a batch that is cut; the most if they cannot be counted."""
         most = self._planned_on_any_rank
+        if self._batch is None:
+            return most
+        counted = attempt(self.cutter.count_moved, lambda _: True, self._batch)
         return most if counted.failure else min(most, counted.result)
 
     @property
     def most(self) -> int:
-        """Samples of the largest micro-batch on any rank; if this batch has lost some, those that are left in it.
+        """Samples of the largest micro-batch on any rank; if a batch of training has lost some, those left in it.
 
         A rank that has planned fewer answers for the others, too.
         """
@@ -232,26 +216,48 @@ class CutTrials:
 
     @property
     def empty(self) -> bool:
-        """Whether there is no batch, or no sample in it."""
-        return self._batch is None or self.most == 0
+        """Whether there is no sample to make a batch of."""
+        return self._known is None and (self._batch is None or self.most == 0)
 
     def at_most(self, count: int) -> int:
-        """Return ``count``, or how many samples the batch has, if these are fewer."""
+        """Return ``count``, or how many samples a batch of training has, if these are fewer."""
         return count if self._batch is None else min(count, self.most)
 
     def make(self, count: int, move: Move) -> tuple[Any, Any]:
-        """Return a micro-batch, moved, and the whole batch; the same twice if all is wanted: it may not be cuttable."""
-        whole = move(copied_if_possible(self._batch))
+        """Return a micro-batch, moved, and the whole batch if it is cut from one: the same if all of it is wanted.
+
+        Of samples that are read it has the heaviest. A batch may not be cuttable.
+        """
+        if self.largest is not None and not self._in_step:
+            return move(self.largest.batch(count)), None
+        whole = move(self._whole())
         if count >= self._held:
             return whole, whole
         return self.cutter.cut(whole, 0, count), whole
 
+    def _whole(self) -> Any:
+        if self.largest is None:
+            return copied_if_possible(self._batch)
+        return self.largest.batch(self._planned_on_any_rank)
+
     def batch_in_two_parts(self, count: int, move: Move, seed: int = 0, multiple: int = 1) -> CutBatch | None:
-        """Return at most so many samples of the batch, and two parts of these; ``None`` if there are less than two."""
-        return self.cutter.halves(move(copied_if_possible(self._batch)), count, multiple)
+        """Return a batch of at most so many samples and two parts of it, which draw the random numbers of one seed.
 
-
-TrialBatches = CollatedTrials | CutTrials
+        Samples that are read differ. ``None`` if there are less than two samples.
+        """
+        known = self._known
+        if known is None:
+            return self.cutter.halves(move(self._whole()), count, multiple)
+        chosen = unlike(known.left_of_first, count, multiple)
+        if len(chosen) < 2:
+            return None
+        whole = move(known.collate(chosen, len(chosen), seed=seed))
+        if self._in_step:
+            return self.cutter.halves(whole, count, multiple)
+        middle = split_evenly(len(chosen), 2, multiple)[0]
+        halves = chosen[:middle], chosen[middle:]
+        first, second = (move(known.collate(half, len(half), seed=seed)) for half in halves)
+        return CutBatch(whole, (first, second), (middle, len(chosen) - middle))
 
 
 def unlike(samples: Sequence[Any], count: int, multiple: int = 1) -> list[Any]:

@@ -16,7 +16,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_ga.compat import ranks
 from lightning_ga.compat.steps import FIRST_OF_WINDOW, LAST_OF_WINDOW, PassPlace, isolated, run_pass
 from lightning_ga.errors import UserError
-from lightning_ga.loading.trial_batches import CollatedTrials, TrialBatches
+from lightning_ga.loading.trial_batches import TrialBatches
 from lightning_ga.memory.device import synchronize, total_memory
 from lightning_ga.memory.oom import attempt, may_be_out_of_memory
 from lightning_ga.plan.accumulation import ceil_div
@@ -107,7 +107,7 @@ def find_limit(
             longest = setup.sizes.largest
             limits = SizeLimits(found.limit * longest, found.limit)
             steps = 0
-            if isinstance(batches, CollatedTrials):  # else training alone reads samples, and others cannot be tried
+            if batches.largest is not None:  # else training alone reads samples, and others cannot be tried
                 least = ceil_div(found.limit * longest, high)  # of even smaller samples, more than ``high`` would fit
                 shorter, smaller_batches = setup.sizes.trials_of_smaller(least, batches.cutter)
                 training.use_batches(smaller_batches)

@@ -49,11 +49,11 @@ PACKED: dict[str, tuple[Collate, str]] = {
     ),
     "a sum": (
         lambda batch: (xs(batch), xs(batch).sum(0)),
-        r"batch\[1\] changes with the number of samples, though its shape does not",
+        r"batch\[1\] depends on where in the batch a sample is, or on how many there are",
     ),
     "one over their number": (
         lambda batch: (xs(batch), 1 / len(batch)),
-        r"batch\[1\] goes from 0\.33\d* to 0\.25 when 3 samples become 4",
+        r"batch\[1\] depends on where in the batch a sample is, or on how many there are",
     ),
     "a key for each sample": (
         lambda batch: {place: each["x"] for place, each in enumerate(batch)},
@@ -61,7 +61,7 @@ PACKED: dict[str, tuple[Collate, str]] = {
     ),
     "another number of axes": (
         lambda batch: torch.zeros((1,) * len(batch)),
-        "batch changes its shape in a way of its own",
+        r"batch goes from the shape \(1, 1, 1\) to \(1, 1, 1, 1\) when 3 samples become 4",
     ),
     "nothing by sample": (lambda batch: {"weights": torch.ones(3), "name": "train"}, "nothing in it grows with them"),
 }
@@ -144,14 +144,14 @@ def test_samples_of_ready_made_batches_lie_on_the_first_axis() -> None:
     assert layout.samples(batch) == 8
     part = layout.cut(batch, 2, 5)
     assert (part["x"].shape, part["names"], part["scale"]) == ((3, 3), ["c", "d", "e"], 0.5)
-    for others in ({"w": torch.zeros(5)}, {"x": torch.zeros(3, 8), "y": torch.zeros(8)}):
-        with pytest.raises(
-            LayoutError, match=r"ready-made and its parts \(.*along their first axis: define split_batch"
-        ):
+    first_axis = "define split_batch.* It comes ready-made, so samples should lie on the first axis of each part"
+    for others, lengths in (({"w": torch.zeros(5)}, (8, 5)), ({"x": torch.zeros(3, 8), "y": torch.zeros(8)}, (3, 8))):
+        with pytest.raises(LayoutError, match=f"has {lengths[0]} of them and .* has {lengths[1]}: {first_axis}"):
             read_ready_made({**batch, **others})
-    with pytest.raises(LayoutError, match="a list of numbers in it .* may belong to all samples or each: define split"):
+    message = r"the numbers in batch\['size'\] may belong to all samples or to each: define split"
+    with pytest.raises(LayoutError, match=message):
         read_ready_made({**batch, "size": [224] * 8})
-    with pytest.raises(LayoutError, match="ready-made, and no part of it has a length"):
+    with pytest.raises(LayoutError, match=f"nothing in it grows with them: {first_axis}"):
         read_ready_made({"scale": 0.5})
 
 

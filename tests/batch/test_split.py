@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
-from lightning_ga.batch.layout import HookLayout, Layout, SampleAxis, split_batch
+from lightning_ga.batch.layout import HookLayout, Layout, SampleAxis
 from lightning_ga.errors import UserError
 
 ROWS = torch.arange(10.0).reshape(5, 2)
@@ -35,23 +35,11 @@ def test_a_hook_cuts_what_cannot_be_read() -> None:
     assert [HookLayout(whole).cut(ROWS, *edges) for edges in ((0, 2), (2, 5), (2, 4), (0, 5))] == list("abba")
 
 
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ([2, 2], r"sizes=\[2, 2\] add up to 4, and the batch has 5 samples"),
-        ([], r"add up to 0"),
-        ([6, -1], r"sizes=\[6, -1\] must not be negative"),
-    ],
-)
-def test_sizes_that_do_not_fit_are_refused_at_once(sizes: list[int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        split_batch({"x": ROWS}, sizes, layout=LAYOUT)
-
-
 def test_what_belongs_to_no_sample_is_in_each_chunk() -> None:
     """The same object; ``None`` in the place of a part, too."""
     batch = MappingProxyType({"x": ROWS, "mask": None, "weights": torch.zeros(10), "size": (224, 224)})
-    for chunk in split_batch(batch, [2, 3], layout=LAYOUT):
+    for edges in ((0, 2), (2, 5)):
+        chunk = LAYOUT.cut(batch, *edges)
         assert type(chunk) is MappingProxyType
         assert chunk["weights"] is batch["weights"]
         assert (chunk["mask"], chunk["size"]) == (None, (224, 224))
@@ -64,7 +52,7 @@ def test_batches_on_a_device_stay_there() -> None:
     sequences = [torch.randn(length, 2) for length in (2, 5, 3, 1, 5)]
     packed = pack_sequence(sequences, enforce_sorted=False).to("cuda")
     batch = {"x": ROWS.cuda(), "packed": packed, "pinned": ROWS.pin_memory()}
-    chunks = list(split_batch(batch, [2, 3], layout=LAYOUT))
+    chunks = [LAYOUT.cut(batch, 0, 2), LAYOUT.cut(batch, 2, 5)]
     assert all(chunk["x"].is_cuda and chunk["packed"].is_cuda and chunk["pinned"].is_pinned() for chunk in chunks)
     assert torch.equal(torch.cat([chunk["x"] for chunk in chunks]), batch["x"])
     found = [sequence for chunk in chunks for sequence in unpack_sequence(chunk["packed"])]

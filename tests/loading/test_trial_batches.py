@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from lightning_ga.loading.known_samples import KnownSamples
 from lightning_ga.loading.rebatch import SourceSettings
 from lightning_ga.loading.source import LoaderSource, read_source
-from lightning_ga.loading.trial_batches import BatchCutter, CollatedTrials, CutTrials, TrialBatches
+from lightning_ga.loading.trial_batches import BatchCutter, TrialBatches
 
 SIZE = 40
 
@@ -66,13 +66,13 @@ def trials_of(loader: DataLoader[Any], *, in_step: str = "", batch: Any = None) 
     source = read_source(loader, SourceSettings(1, 1, 0, 7), why=in_step)
     cutter = BatchCutter([source.samples], lambda batches: batches[0], Plain())
     if isinstance(source, LoaderSource):
-        return CollatedTrials(source.samples, cutter, source.largest_micro_batch(0), in_step=False)
+        return TrialBatches(cutter, source.largest_micro_batch(0), known=source.samples)
     if batch is not None:
         source.see(batch, cutter)
     most = source.batch_size or 1
     if batch is None and source.samples.can_be_read_apart:
-        return CollatedTrials(source.samples, cutter, most, in_step=True)
-    return CutTrials(batch, cutter, most, planned=most)
+        return TrialBatches(cutter, most, known=source.samples, in_step=True)
+    return TrialBatches(cutter, most, batch=batch, planned=most)
 
 
 @pytest.mark.parametrize(("in_step", "workers"), [("", 1), ("LBFGS", 0)])
@@ -133,13 +133,13 @@ def test_a_batch_of_training_has_the_samples_that_were_left_in_it(left: int, mos
     loader = DataLoader(StreamOf(range(12)), 5)
     cutter = BatchCutter([KnownSamples(loader)], lambda batches: batches[0], Plain())
     batch = torch.arange(left)
-    trials = CutTrials(batch, cutter, 5, planned=5)
+    trials = TrialBatches(cutter, 5, batch=batch, planned=5)
     assert (trials.most, trials.at_most(2), trials.at_most(7)) == (most, min(2, most), most)
     assert trials.empty == (not left)
     part, whole = trials.make(2, lambda batch: batch)
     assert (len(part), len(whole)) == (min(2, left), left)
-    assert CutTrials(batch, cutter, 5, planned=left).most == 5
-    uncuttable = CutTrials(["text"], cutter, 5, planned=5)
+    assert TrialBatches(cutter, 5, batch=batch, planned=left).most == 5
+    uncuttable = TrialBatches(cutter, 5, batch=["text"], planned=5)
     assert (uncuttable.most, uncuttable.at_most(7)) == (5, 5)
 
 
