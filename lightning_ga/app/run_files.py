@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +182,6 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write indented JSON, with null for numbers that are not finite, which JSON lacks."""
-    finite = json.loads(json.dumps(content), parse_constant=lambda _: None)
+    """Write plain values and dataclasses as indented JSON, with null for numbers that are not finite."""
+    finite = json.loads(json.dumps(content, default=asdict), parse_constant=lambda _: None)
     write_text(path, json.dumps(finite, indent=2, ensure_ascii=False) + "\n")
