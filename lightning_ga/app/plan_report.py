@@ -8,10 +8,11 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_ga.app.mistakes import on_the_line
-from lightning_ga.app.plots import probe_figure
-from lightning_ga.app.run_files import write_json
+from lightning_ga.app.plots import as_svg, probe_figure
+from lightning_ga.app.run_files import PROBE, write_json, write_text
 from lightning_ga.app.terminal import columns, log
 from lightning_ga.plan.batch_schedule import PiecewiseSchedule
+from lightning_ga.plan.exactness_verdicts import warning
 from lightning_ga.plan.records import ProbeResult
 from lightning_ga.plan.units import counted, format_bytes
 
@@ -25,7 +26,17 @@ Records = dict[str, Any]
 def records_of(accumulate: Any, setting: str) -> Records:
     """The records of the callback that plans, if there is one, with a line on model and device."""
     records: Records = {name: getattr(accumulate, name, None) for name in ("plan", "probe", "exactness", "fits")}
+    options = getattr(accumulate, "_options", None)
+    records["batch_norm"] = getattr(options, "batch_norm", "warn")
     return {**records, "setting": setting, "schedule": schedule_text(accumulate)}
+
+
+def warning_of(records: Records) -> str | None:
+    """What a reader of the run has to know first: that its gradients were not exact, or that this is not known."""
+    plan = records["plan"]
+    if plan is None or plan.factor == 1:
+        return None
+    return warning(records["exactness"], batch_norm=records["batch_norm"])
 
 
 def rows(records: Records) -> dict[str, str]:
@@ -66,7 +77,7 @@ def probe_rows(probe: ProbeResult, *, is_whole: bool) -> dict[str, str]:
 
 
 class PlanReport(Callback):
-    """Prints the plan and saves ``plan.json`` and ``probe.png`` before the first step; a dry run ends there."""
+    """Prints the plan and saves ``plan.json`` and the probe's pictures before the first step; a dry run ends there."""
 
     def __init__(self, folder: Path, *, dry_run: bool = False) -> None:
         self.folder = folder
@@ -80,7 +91,9 @@ class PlanReport(Callback):
             save_plan(self.folder / "plan.json", self._records)
             probe = self._records["probe"]
             if probe is not None:
-                probe_figure(probe).savefig(self.folder / "probe.png", dpi=150)
+                figure = probe_figure(probe)
+                figure.savefig(self.folder / "probe.png", dpi=150)
+                write_text(self.folder / PROBE, as_svg(figure, "Memory by micro-batch"))
             log.info(printed_plan(self._records))
         if self.dry_run:
             trainer.fit_loop.epoch_loop.max_steps = trainer.global_step
@@ -157,5 +170,5 @@ def printed_plan(records: Records) -> str:
 
 
 def save_plan(path: Path, records: Records) -> None:
-    """Save the records as JSON, with the rows of the printed table."""
-    write_json(path, {**records, "table": rows(records)})
+    """Save the records as JSON, with the rows of the printed table and the warning of the page."""
+    write_json(path, {**records, "table": rows(records), "warning": warning_of(records)})

@@ -20,6 +20,7 @@ Curve = list[tuple[int, float]]
 CONFIG = "config.yaml"
 RESULT = "result.json"
 PLAN = "plan.json"
+PROBE = "probe.svg"
 PICTURES = "pictures.json"
 SCORES = "classification_report.json"
 CONFUSION = "confusion_matrix.json"
@@ -37,6 +38,7 @@ class RunFiles:
     settings: Mapping[str, Any]  # the configuration by full keys
     result: Mapping[str, Any]
     plan: Mapping[str, Any]
+    probe: str  # a picture of the memory by micro-batch, as SVG
     scores: Mapping[str, Any]
     confusion: Mapping[str, Any]  # names of ``classes``, and ``counts`` by class and prediction
     pictures: Mapping[str, Any]  # by chapter: ``[PNG in base64, text]`` of each
@@ -54,6 +56,7 @@ def read_run(folder: Path) -> RunFiles:
         settings=dict(walk(read_config(folder))),
         result=read_json(folder / RESULT),
         plan=read_json(folder / PLAN),
+        probe=text_of(folder / PROBE),
         scores=read_json(folder / SCORES),
         confusion=read_json(folder / CONFUSION),
         pictures=read_json(folder / PICTURES),
