@@ -1,15 +1,16 @@
 """A mistake in one sentence: the package's own, else the message of the library that found it."""
 
 import inspect
+import json
 import re
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from textwrap import shorten
 from typing import TypeVar
 
-from hydra.errors import HydraException, InstantiationException
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from hydra.errors import HydraException, OverrideParseException
+from omegaconf.errors import OmegaConfBaseException
 
 from lightning_ga.app.mistyped import of_line
 from lightning_ga.app.other_tools import Groups
@@ -28,81 +29,47 @@ IN_OUR_WORDS = {  # patterns of sentences that are written for scripts, and what
     r"(?<![\w.])every=": "checkpoint_every=",  # of CheckpointEvery
     rf"(?<![\w.])({ARGUMENTS})(?==)": r"accumulate.\1",
 }
-REMEDIES = {  # what libraries say without a way out
-    r"No supported \w+ backend found": "use trainer.accelerator=auto, which takes what there is, or trainer=cpu.",
-    r"does not support sparse gradients": "use optimizer=adagrad, or model.sparse=false.",
-    r"machine only has": "use trainer.devices=1, or trainer.devices=auto for all there are.",
-}
+# Patterns of whole messages of libraries, and what is said in their place.
+ANSWERS: Mapping[str, str] = json.loads(Path(__file__).with_name("answers.json").read_text("utf-8"))
 Kind = TypeVar("Kind", bound=BaseException)
 
 
 def explain(error: BaseException, overrides: Sequence[str] = (), groups: Groups | None = None) -> str:
     """One sentence for an error; it names the mistyped one of the ``overrides``, and options of ``groups``."""
     said = link_of(UserError, error) or link_of(OmegaConfBaseException, error) or error
-    sentence = of_line(error, said, overrides, groups or {}) or of_run(error, said, overrides)
+    sentence = of_line(error, said, overrides, groups or {}) or of_library(error, said, overrides)
     notes: list[str] = []
     for link in chain(error):
         notes += getattr(link, "__notes__", [])
     return " ".join([sentence, *notes])
 
 
-def of_run(error: BaseException, said: BaseException, overrides: Sequence[str]) -> str:
-    """A sentence about what classes say: the package's own is printed whole, because its end is the remedy."""
+def of_library(error: BaseException, said: BaseException, overrides: Sequence[str]) -> str:
+    """The package's own sentence whole, because its end is the remedy; else the answer to a message, or the message."""
     if isinstance(said, UserError):
         return on_the_line(" ".join(str(said).split()))
+    text = one_line(error)
+    if isinstance(error, OverrideParseException):
+        return answer_to(f"{error.override} is no override: {text}")
     if isinstance(said, OmegaConfBaseException):
-        sentence = ": ".join(filter(None, [said.full_key, one_line(said)]))
-        if isinstance(said, MissingMandatoryValue):
-            return f"{sentence}: give {said.full_key}=VALUE."
-        return sentence
-    if isinstance(error, InstantiationException):
-        return of_values(f"{one_line(error)} (--traceback shows where)", overrides)
-    if isinstance(error, HydraException):
-        return one_line(error)
-    lacking = re.search(r"(\w+)\.__init__\(\) missing \d+ required .*?: (.*)", str(error))
-    if lacking:  # of a partial, which is called in training
-        return of_partial(lacking[1], lacking[2], overrides)
-    other = other_training(error)
-    if other:
-        checkpoint = next((word for word in overrides if word.startswith("ckpt_path=")), "The checkpoint")
-        remedy = "choose model, data, optimizer and lr_scheduler as the config.yaml of its run does."
-        return f"{checkpoint} is of {other}: {remedy}"
-    cause = link_of(OSError, error) or error  # torch hides a full disk
-    return of_values(f"{type(cause).__name__}: {one_line(cause)} (--traceback shows all)", overrides)
+        text = ": ".join(filter(None, [said.full_key, one_line(said)]))
+    elif not isinstance(error, HydraException):
+        cause = link_of(OSError, error) or error  # torch hides a full disk
+        text = f"{type(cause).__name__}: {one_line(cause)}"
+    return of_values(answer_to(text) or f"{text} (--traceback shows all)", overrides)
 
 
-def of_partial(name: str, arguments: str, overrides: Sequence[str]) -> str:
-    """A class that is called in training without an argument that its section should give."""
-    remedy = f"add it where _target_ is {name}"
-    for word in overrides:
-        key, _, value = word.lstrip("+").partition("=")
-        if name in value:
-            remedy = f"add +{key}.NAME=VALUE"
-    return f"{name} needs {arguments}, which its section does not give: {remedy}."
-
-
-def other_training(error: BaseException) -> str:
-    """What a checkpoint is of that cannot be loaded, by where PyTorch raised the error; empty for other errors."""
-    frames = [*traceback.walk_tb(error.__traceback__)]
-    if not frames:
-        return ""
-    innermost, _ = frames[-1]
-    file = Path(innermost.f_code.co_filename)
-    is_loading = innermost.f_code.co_name == "load_state_dict"
-    if is_loading and file.match("torch/nn/modules/module.py"):
-        model = type(innermost.f_locals["self"]).__name__
-        _, _, problems = str(error).partition(":")
-        return f"another model than this {model} ({shorten(problems.strip().splitlines()[0], 150)})"
-    if file.match("torch/optim/*.py") and (is_loading or isinstance(error, KeyError)):
-        return "another optimizer or schedule"
+def answer_to(text: str) -> str:
+    """What to do about the message of a library, where that is known; else nothing."""
+    for pattern, answer in ANSWERS.items():
+        found = re.fullmatch(pattern, text)
+        if found:
+            return found.expand(answer)
     return ""
 
 
 def of_values(text: str, overrides: Sequence[str]) -> str:
-    """The message of a library, after the typed values that it names, and with a way out where that is known."""
-    for message, remedy in REMEDIES.items():
-        if re.search(message, text):
-            text = f"{text.partition(' (--traceback')[0]}: {remedy}"
+    """The message of a library, after the typed values that it names."""
     named = []
     for word in overrides:
         if "." in word.partition("=")[0] and is_named(word, text):

@@ -73,58 +73,41 @@ def _option(group: str, value: str, groups: Groups) -> str:
 
 def check_words(words: Sequence[str], groups: Groups) -> None:
     """Refuse words that are neither options of this command line nor KEY=VALUE, with what to type instead of them."""
-    ours_by_theirs: dict[str, str] = {}
-    before = ""
+    theirs: list[str] = []
+    ours: list[str] = []
     left = [*words]
     while left:
         word = left.pop(0)
         after = left[0] if left else ""
         name, equals, value = word.partition("=")
-        takes_next = after != "" and not equals and not re.match(r"-|.*=", after)
-        if not re.match("-.", word):
-            if after and re.search(r"=[\[{(].*,$", word):  # model.hidden=[32, 64]
-                raise UserError(
-                    f"{word} {after} …: quote a value with blanks because of the shell: '{word} {after} …'."
-                )
-            if not equals and not word.startswith("~"):
-                ours_by_theirs[word] = _word_in_ours(word, before, after)
-        elif name in OPTIONS and not (name == "-c" and after.endswith("ml")):
+        takes_next = name.startswith("-") and after != "" and not equals and not re.match(r"-|.*=", after)
+        if name in OPTIONS and not (name == "-c" and after.endswith("ml")):
             if takes_next and name in MAY_TAKE_A_VALUE:
                 left.pop(0)
-        else:
+        elif not is_override(word):
             if takes_next:
                 value = left.pop(0)
                 word += f" {value}"
-            ours_by_theirs[word] = _option_in_ours(name, value or "true", groups)
-        before = word
-    if ours_by_theirs:
-        theirs = " ".join(ours_by_theirs)
-        ours = " ".join(filter(None, ours_by_theirs.values()))
-        are = "are words" if " " in theirs else "is a word"
-        raise UserError(f"{theirs} {are} of another program; here is KEY=VALUE: write {ours}.")
+            theirs.append(word)
+            ours.append(_translated(name, value, groups))
+    if theirs:
+        are = "are words" if len(theirs) > 1 else "is a word"
+        line = " ".join(filter(None, ours))
+        raise UserError(f"{' '.join(theirs)} {are} of another program; here is KEY=VALUE: write {line}.")
 
 
-def _option_in_ours(name: str, value: str, groups: Groups) -> str:
-    ours = in_our_words(name, value, groups)
-    if ours is not None:
-        return ours
+def _translated(name: str, value: str, groups: Groups) -> str:
+    """Return what to type for an option or a word that stands alone."""
+    ours: str | None = TABLES["commands"].get(name)
+    if name.startswith("-"):
+        ours = in_our_words(name, value or "true", groups)
+    elif "/" in name:
+        ours = f"data=image_folder data.root={name}"
     key = name.lstrip("-").replace(".init_args", "")
-    if key.partition(".")[0] in (*OWN_KEYS, *SECTIONS):
-        return f"{key}={value}"
-    hint = by_nearest(
-        name, OPTIONS, "did you mean {}?", "keys are set as KEY=VALUE, without dashes; --help lists them."
-    )
-    raise UserError(f"{name} is no option of this command line: {hint}")
-
-
-def _word_in_ours(word: str, before: str, after: str) -> str:
-    if after.startswith("=") or before.endswith("="):  # trainer.max_epochs = 3
-        raise UserError(f"{word} stands alone: write KEY=VALUE without blanks around the =.")
-    if word in TABLES["commands"]:
-        return str(TABLES["commands"][word])
-    if "/" in word:
-        return f"data=image_folder data.root={word}"
-    key, colon, value = word.partition(":")
-    if colon:
-        raise UserError(f"{word} stands alone: write KEY=VALUE, such as {key}={value}.")
-    raise UserError(f"{word} stands alone: write KEY=VALUE; --help lists the keys.")
+    if ours is None and value and key.partition(".")[0] in (*OWN_KEYS, *SECTIONS):
+        ours = f"{key}={value}"
+    if ours is None:
+        raise UserError(
+            f"{name} is neither KEY=VALUE nor an option: write KEY=VALUE, without blanks; --help lists the keys."
+        )
+    return ours

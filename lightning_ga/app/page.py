@@ -1,18 +1,15 @@
 """The page of a run, and that of several: a single file made of ``templates``, without scripts or network."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from itertools import chain
 from typing import Any
 
 from jinja2 import Environment, PackageLoader
 
-from lightning_ga.app.plots import as_svg, confusion_figure, curves_figure, measure_of, probe_figure
+from lightning_ga.app.plots import as_svg, confusion_figure, curves_figure, measure_of
 from lightning_ga.app.run_files import RunFiles
 from lightning_ga.app.settings import BETTER
 from lightning_ga.app.terminal import number
-from lightning_ga.plan import exactness_verdicts
-from lightning_ga.plan.records import probe_or_none
 from lightning_ga.plan.units import counted
 
 PAGE = "report.html"
@@ -26,11 +23,9 @@ def run_page(run: RunFiles) -> str:
     """The page of one run."""
     return TEMPLATES.get_template("run.html").render(
         run=run,
-        warning=warning(run),
         facts=facts(run),
         optimized_metric=optimized_metric(run),
         curves=curves(run),
-        memory=memory(run),
         confusion=confusion(run),
     )
 
@@ -58,14 +53,6 @@ def beside_each_other(columns: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 def differing(columns: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """The rows whose texts are not all the same."""
     return [row for row in beside_each_other(columns) if len({*row[1:]}) > 1]
-
-
-def memory(run: RunFiles) -> str:
-    """A picture of what the probe found; empty if there was none."""
-    probe = probe_or_none(run.plan.get("probe"))
-    if probe is None:
-        return ""
-    return as_svg(probe_figure(probe), "Memory by micro-batch")
 
 
 def confusion(run: RunFiles) -> str:
@@ -98,18 +85,6 @@ def measures(*runs: RunFiles) -> list[str]:
     names = chain.from_iterable(run.curves for run in runs)
     first = measure_of(optimized_metric(runs[0]))
     return sorted(dict.fromkeys(map(measure_of, names)), key=lambda measure: measure != first)
-
-
-def warning(run: RunFiles) -> str | None:
-    """What a reader of the run has to know first: that its gradients were not exact, or that this is not known."""
-    verdict = run.plan.get("exactness")
-    plan = run.plan.get("plan") or {}
-    batch_norm = run.settings.get("accumulate.batch_norm", "warn")
-    if not verdict or plan.get("factor", 1) == 1:
-        return None
-    with suppress(TypeError):  # of another version
-        return exactness_verdicts.warning(exactness_verdicts.Exactness(**verdict), batch_norm=batch_norm)
-    return None
 
 
 def facts(run: RunFiles) -> dict[str, str]:

@@ -1,6 +1,5 @@
 """The plan of a run: found on the callback that plans, printed as a table and saved as JSON before the first step."""
 
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -9,103 +8,104 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_ga.app.mistakes import on_the_line
-from lightning_ga.app.plots import probe_figure
-from lightning_ga.app.run_files import write_json
+from lightning_ga.app.plots import as_svg, probe_figure
+from lightning_ga.app.run_files import PROBE, write_json, write_text
 from lightning_ga.app.terminal import columns, log
-from lightning_ga.plan.accumulation import AccumulationPlan
 from lightning_ga.plan.batch_schedule import PiecewiseSchedule
-from lightning_ga.plan.exactness_verdicts import Exactness
-from lightning_ga.plan.records import Fits, ProbeResult
+from lightning_ga.plan.exactness_verdicts import warning
+from lightning_ga.plan.records import ProbeResult
 from lightning_ga.plan.units import counted, format_bytes
 
 MOST_CHANGES = 5  # of a schedule that are shown
 
 
-@dataclass(frozen=True, slots=True)
-class PlanRecords:
-    """What is known before the first step; ``None`` for what did not run. The setting is a line on model and device.
+Records = dict[str, Any]
+"""What is known before the first step, by name; ``None`` for what did not run."""
 
-    The schedule says how the batch changes.
-    """
 
-    plan: AccumulationPlan | None = None
-    probe: ProbeResult | None = None
-    exactness: Exactness | None = None
-    setting: str = ""
-    schedule: str = ""
-    fits: Fits | None = None
+def records_of(accumulate: Any, setting: str) -> Records:
+    """The records of the callback that plans, if there is one, with a line on model and device."""
+    records: Records = {name: getattr(accumulate, name, None) for name in ("plan", "probe", "exactness", "fits")}
+    options = getattr(accumulate, "_options", None)
+    records["batch_norm"] = getattr(options, "batch_norm", "warn")
+    return {**records, "setting": setting, "schedule": schedule_text(accumulate)}
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether a window is one micro-batch."""
-        return self.plan is not None and self.plan.factor == 1
 
-    def rows(self) -> dict[str, str]:
-        """Texts by name; more on memory if a batch is cut, or more than half of the memory is used."""
-        rows = {"training": self.setting}
-        if self.plan is not None:
-            rows["effective batch"] = str(self.plan).removeprefix("effective batch ")
-        if self.schedule:
-            rows["schedule"] = self.schedule
-        if self.fits is not None:
-            rows["fits"] = str(self.fits)
-        if self.probe is not None:
-            rows |= self._probe_rows(self.probe)
-        if self.is_whole and (self.fits is not None or self.exactness is not None):
-            rows["exactness"] = "whole windows: nothing is accumulated"
-        elif self.exactness is not None:
-            rows["exactness"] = on_the_line(str(self.exactness))
-        return rows
+def warning_of(records: Records) -> str | None:
+    """What a reader of the run has to know first: that its gradients were not exact, or that this is not known."""
+    plan = records["plan"]
+    if plan is None or plan.factor == 1:
+        return None
+    return warning(records["exactness"], batch_norm=records["batch_norm"])
 
-    def _probe_rows(self, probe: ProbeResult) -> dict[str, str]:
-        peak = format_bytes(probe.peak_bytes)
-        rows = {"memory": f"peak {peak} at the limit, of a budget of {format_bytes(probe.budget_bytes)}"}
-        if not self.is_whole or 2 * probe.peak_bytes > probe.budget_bytes:
-            rows["limit"] = f"{counted(probe.limit, 'sample')} per micro-batch"
-            if self.plan is not None and self.is_whole and self.plan.micro_batch_size == probe.limit:
-                rows["limit"] += " or more"
-            rows["probe"] = f"from the {probe.source}"
-            if probe.source == "probe":
-                tried = f"{counted(len(probe.trials), 'trial')}, {counted(probe.steps, 'step')}"
-                rows["probe"] = f"{tried}, {probe.seconds:.1f} s"
-        if probe.recomputed is not None:
-            rows["computed again"] = str(probe.recomputed)
-        if probe.fastest is not None:
-            rows["fastest"] = f"{counted(probe.fastest, 'sample')}, of {len(probe.timings)} sizes that were timed"
-        return rows
+
+def rows(records: Records) -> dict[str, str]:
+    """Texts by name; more on memory if a batch is cut, or more than half of the memory is used."""
+    plan = records["plan"]
+    is_whole = plan is not None and plan.factor == 1
+    texts = {"training": records["setting"]}
+    if plan is not None:
+        texts["effective batch"] = str(plan).removeprefix("effective batch ")
+    if records["schedule"]:
+        texts["schedule"] = records["schedule"]
+    if records["fits"] is not None:
+        texts["fits"] = str(records["fits"])
+    if records["probe"] is not None:
+        texts |= probe_rows(records["probe"], is_whole=is_whole)
+    if is_whole and (records["fits"] is not None or records["exactness"] is not None):
+        texts["exactness"] = "whole windows: nothing is accumulated"
+    elif records["exactness"] is not None:
+        texts["exactness"] = on_the_line(str(records["exactness"]))
+    return texts
+
+
+def probe_rows(probe: ProbeResult, *, is_whole: bool) -> dict[str, str]:
+    """What the probe found, and how; only its peak if a window is one micro-batch in less than half of the memory."""
+    peak = format_bytes(probe.peak_bytes)
+    texts = {"memory": f"peak {peak} at the limit, of a budget of {format_bytes(probe.budget_bytes)}"}
+    if not is_whole or 2 * probe.peak_bytes > probe.budget_bytes:
+        texts["limit"] = f"{counted(probe.limit, 'sample')} per micro-batch"
+        texts["probe"] = f"from the {probe.source}"
+        if probe.source == "probe":
+            tried = f"{counted(len(probe.trials), 'trial')}, {counted(probe.steps, 'step')}"
+            texts["probe"] = f"{tried}, {probe.seconds:.1f} s"
+    if probe.recomputed is not None:
+        texts["computed again"] = str(probe.recomputed)
+    if probe.fastest is not None:
+        texts["fastest"] = f"{counted(probe.fastest, 'sample')}, of {len(probe.timings)} sizes that were timed"
+    return texts
 
 
 class PlanReport(Callback):
-    """Prints the plan and saves ``plan.json`` and ``probe.png`` before the first step; a dry run ends there."""
+    """Prints the plan and saves ``plan.json`` and the probe's pictures before the first step; a dry run ends there."""
 
     def __init__(self, folder: Path, *, dry_run: bool = False) -> None:
         self.folder = folder
         self.dry_run = dry_run
-        self._records = PlanRecords()
+        self._records: Records = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report the plan, which AutoAccumulate has by now, as it comes first among the callbacks."""
         if trainer.is_global_zero:
-            found = find_accumulate(trainer)
-            known = {name: getattr(found, name, None) for name in ("plan", "probe", "exactness", "fits")}
-            schedule = schedule_text(found)
-            records = PlanRecords(**known, setting=setting_of(trainer, pl_module), schedule=schedule)
-            self._records = records
-            save_plan(self.folder / "plan.json", records)
-            if records.probe is not None:
-                probe_figure(records.probe).savefig(self.folder / "probe.png", dpi=150)
-            log.info(printed_plan(records))
+            self._records = records_of(find_accumulate(trainer), setting_of(trainer, pl_module))
+            save_plan(self.folder / "plan.json", self._records)
+            probe = self._records["probe"]
+            if probe is not None:
+                figure = probe_figure(probe)
+                figure.savefig(self.folder / "probe.png", dpi=150)
+                write_text(self.folder / PROBE, as_svg(figure, "Memory by micro-batch"))
+            log.info(printed_plan(self._records))
         if self.dry_run:
             trainer.fit_loop.epoch_loop.max_steps = trainer.global_step
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the verdict again, which is measured in training, too, and the plan if an error has changed it."""
-        found = find_accumulate(trainer)
-        records = replace(self._records, exactness=getattr(found, "exactness", None))
-        if getattr(found, "oom_events", 0):
-            records = replace(records, plan=found.plan, fits=None)
-        if trainer.is_global_zero and records != self._records:
-            save_plan(self.folder / "plan.json", records)
+        if trainer.is_global_zero:
+            found = find_accumulate(trainer)
+            self._records["exactness"] = getattr(found, "exactness", None)
+            if getattr(found, "oom_events", 0):
+                self._records.update(plan=found.plan, fits=None)
+            save_plan(self.folder / "plan.json", self._records)
 
 
 def setting_of(trainer: Trainer, module: LightningModule) -> str:
@@ -134,7 +134,7 @@ def scheduled(accumulate: Any) -> Any:
 
 
 def schedule_text(accumulate: Any) -> str:
-    """How the callback's batch or factor changes: ``32, from epoch 2 on 64``; empty if no schedule does it."""
+    """How the callback's batch or factor changes, ``from epoch 0 on 32, from epoch 2 on 64``; empty if it does not."""
     request = scheduled(accumulate)
     if request is None:
         return ""
@@ -143,17 +143,11 @@ def schedule_text(accumulate: Any) -> str:
     parts = []
     for start, count in zip(schedule.starts, schedule.counts):
         parts.append(f"from {unit} {start:,} on {count:,}")
-    if schedule.starts[0]:
-        parts.insert(0, "the recipe's")
-    else:
-        parts[0] = f"{schedule.counts[0]:,}"
-    if len(parts) > MOST_CHANGES + 1:
+    if len(parts) > MOST_CHANGES:
         parts[MOST_CHANGES:-1] = ["…"]
     text = ", ".join(parts)
     if request.is_factor:
-        text = f"factor {text}"
-    if unit == "epoch":
-        text += " (epochs count from 0)"
+        return f"factor {text}"
     return text
 
 
@@ -166,15 +160,15 @@ def find_accumulate(trainer: Trainer) -> Any:
     return None
 
 
-def printed_plan(records: PlanRecords) -> str:
+def printed_plan(records: Records) -> str:
     """The plan before the first step, as wide as the terminal."""
     lines = ["Plan"]
-    for name, value in records.rows().items():
+    for name, value in rows(records).items():
         row = f"  {name:<17}{value}"
         lines.append(fill(row, columns(), subsequent_indent=" " * 19))
     return "\n".join(lines)
 
 
-def save_plan(path: Path, records: PlanRecords) -> None:
-    """Save the records as JSON, with the rows of the printed table."""
-    write_json(path, {**asdict(records), "table": records.rows()})
+def save_plan(path: Path, records: Records) -> None:
+    """Save the records as JSON, with the rows of the printed table and the warning of the page."""
+    write_json(path, {**records, "table": rows(records), "warning": warning_of(records)})

@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ Curve = list[tuple[int, float]]
 CONFIG = "config.yaml"
 RESULT = "result.json"
 PLAN = "plan.json"
+PROBE = "probe.svg"
 PICTURES = "pictures.json"
 SCORES = "classification_report.json"
 CONFUSION = "confusion_matrix.json"
@@ -37,6 +38,7 @@ class RunFiles:
     settings: Mapping[str, Any]  # the configuration by full keys
     result: Mapping[str, Any]
     plan: Mapping[str, Any]
+    probe: str  # a picture of the memory by micro-batch, as SVG
     scores: Mapping[str, Any]
     confusion: Mapping[str, Any]  # names of ``classes``, and ``counts`` by class and prediction
     pictures: Mapping[str, Any]  # by chapter: ``[PNG in base64, text]`` of each
@@ -54,6 +56,7 @@ def read_run(folder: Path) -> RunFiles:
         settings=dict(walk(read_config(folder))),
         result=read_json(folder / RESULT),
         plan=read_json(folder / PLAN),
+        probe=text_of(folder / PROBE),
         scores=read_json(folder / SCORES),
         confusion=read_json(folder / CONFUSION),
         pictures=read_json(folder / PICTURES),
@@ -182,6 +185,6 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write indented JSON, with null for numbers that are not finite, which JSON lacks."""
-    finite = json.loads(json.dumps(content), parse_constant=lambda _: None)
+    """Write plain values and dataclasses as indented JSON, with null for numbers that are not finite."""
+    finite = json.loads(json.dumps(content, default=asdict), parse_constant=lambda _: None)
     write_text(path, json.dumps(finite, indent=2, ensure_ascii=False) + "\n")

@@ -1,13 +1,10 @@
 """The package's own keys of a configuration, how they are read and shown. Nothing here imports torch."""
 
-import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -25,9 +22,6 @@ LARGER_IS_BETTER = re.compile(  # words of metrics, without their digits: f is t
     "dice|kappa|mcc|matthews|r|psnr|ssim|snr|sdr|bleu|rouge|meteor|chrf|pearson|spearman|kendall|ndcg|mrr|pq|score|reward"
 )
 SMALLER_IS_BETTER = re.compile("loss|error|err")  # they win over one of the others, as in dice_loss
-NUMBER = r"-?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?"
-RANGES: Sequence[Mapping[str, Any]] = json.loads(Path(__file__).with_name("ranges.json").read_text("utf-8"))
-RANGE_OF = {key: one for one in RANGES for key in one["keys"]}  # of typed numbers, by the last part of the key
 
 
 @dataclass
@@ -94,7 +88,7 @@ def is_referred_to(name: str, texts: Mapping[str, str]) -> bool:
 
 
 def check_typed(cfg: DictConfig, words: Sequence[str], groups: Groups) -> list[str]:
-    """Refuse values out of their range and mistyped keys; return warnings of other keys that nothing reads.
+    """Refuse mistyped keys and Python's word for no value; return warnings of other keys that nothing reads.
 
     Keys of a group that no class reads are refused, too, such as ``optimizer.lr``.
     """
@@ -117,8 +111,8 @@ def check_typed(cfg: DictConfig, words: Sequence[str], groups: Groups) -> list[s
                 f"{word} is read by nothing, as {target} makes its own: set a key of model, or write "
                 "optimizer: ${optimizer} in the file of your model, as conf/model/mlp.yaml does."
             )
-        if section in (*SECTIONS, "seed"):
-            check_value(word, key, value)
+        if value == "None" and section in (*SECTIONS, "seed"):
+            raise UserError(f"{word} is the text None: write {key}=null for no value.")
         if section in read or word.startswith("~"):
             continue
         near = f"{{}}{key.removeprefix(section)}={value}"
@@ -128,18 +122,6 @@ def check_typed(cfg: DictConfig, words: Sequence[str], groups: Groups) -> list[s
             raise UserError(f"{word} is read by nothing: write {'+' * is_added}{ours}.")
         warnings.append(f"{word} is read by nothing here: it only goes to loggers and into config.yaml.")
     return [*filter(None, warnings)]
-
-
-def check_value(word: str, key: str, value: str) -> None:
-    """Refuse Python's word for no value, and numbers out of their range."""
-    if value == "None":
-        raise UserError(f"{word} is the text None: write {key}=null for no value.")
-    found = RANGE_OF.get(key.rpartition(".")[2])
-    if found is None or not re.fullmatch(NUMBER, value):
-        return
-    is_none = value == "-1" and "-1" in found["rule"]
-    if not is_none and not found["least"] <= float(value) <= (found["most"] or math.inf):
-        raise UserError(f"{word} must be {found['rule']}.")
 
 
 def shown(cfg: DictConfig) -> Config:

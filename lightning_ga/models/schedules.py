@@ -31,8 +31,13 @@ def warmup_cosine(
         final: Share of the rate that is left at the end, 0 to 1.
 
     Raises:
-        UserError: If warm-up epochs are more than all, or both kinds of warm-up are given.
+        UserError: If a share is none, warm-up epochs are more than all, or both kinds of warm-up are given.
     """
+    for name, share in (("warmup", warmup), ("final", final)):
+        if not 0 <= share <= 1:
+            raise UserError(
+                f"lr_scheduler.{name}={share} must be a share from 0 to 1; lr_scheduler.warmup_epochs=… counts epochs."
+            )
     if warmup_epochs:
         if warmup or epochs is None or not 0 < warmup_epochs <= epochs:
             raise UserError(

@@ -204,7 +204,8 @@ def test_a_resume_that_cannot_go_on_says_what_to_change(command, shared, changed
     """Another model, another optimizer, another schedule."""
     first = shared(*TINY, folder="first")
     run = command(*TINY, "test=false", f"ckpt_path={first.folder}", changed, "trainer.max_epochs=2", folder="changed")
-    assert f"Error: ckpt_path={first.folder} is of another" in run.err
+    assert f"Checkpoint: {first.folder}" in run.out
+    assert "Error: ckpt_path= is of another" in run.err
     assert "as the config.yaml of its run does." in run.err
 
 

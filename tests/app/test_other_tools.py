@@ -30,13 +30,12 @@ LINES = [
     ("/data/imagenet --model-ema --amp", "data.root=/data/imagenet callbacks=[default,ema] precision=bf16-mixed."),
     ("classify train model=mlp", "write task=fit."),
     ("--grad-checkpointing --save-steps 500", "write accumulate.checkpoint=auto checkpoint_every=500."),
-    ("--hlep", "did you mean --help?"),
-    ("--none-of-any 3", "keys are set as KEY=VALUE, without dashes; --help lists them."),
-    ("trainer.max_epochs = 3", "without blanks around the =."),
-    ("trainer.max_epochs= 3", "without blanks around the =."),
-    ("trainer.max_epochs:3", "such as trainer.max_epochs=3."),
-    ("model.hidden=[32, 64]", "quote a value with blanks"),
-    ("digits", "digits stands alone: write KEY=VALUE"),
+    ("--hlep", "--hlep is neither KEY=VALUE nor an option"),
+    ("--none-of-any 3", "write KEY=VALUE, without blanks; --help lists the keys."),
+    ("trainer.max_epochs = 3", "trainer.max_epochs is neither KEY=VALUE"),
+    ("trainer.max_epochs= 3", "3 is neither KEY=VALUE"),
+    ("model.hidden=[32, 64]", "64] is neither KEY=VALUE"),
+    ("digits", "digits is neither KEY=VALUE"),
 ]
 
 

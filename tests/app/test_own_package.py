@@ -256,7 +256,7 @@ MISTAKES = [
      "model.scheduler has no T_max, but"),
     (["model.optimizer.lrr=1"], "did you mean model.optimizer.lr?"),
     (["optimizer.lr=0.1"], "optimizer.lr=0.1 is read by nothing"),
-    (["model.lr=0.1"], "If Regression takes lr, write +model.lr=0.1."),
+    (["model.lr=0.1"], "There is no key model.lr. To add it, write +model.lr=0.1."),
     (["+model.hiden=3"], "did you mean hidden?"),
     (["model.hidden=big"], "Regression takes a whole number as hidden."),
     (["model.optimizer.lr=fast"], "AdamW takes a number as lr."),
@@ -264,7 +264,7 @@ MISTAKES = [
     (["~model.features"], "model.features is missing, which Regression needs: add +model.features=VALUE."),
     (["model.optimizer._partial_=false"], "add +model.optimizer._partial_=true"),
     (["~model.scheduler", "+model.scheduler={_target_:torch.optim.lr_scheduler.CosineAnnealingLR,_partial_:true}"],
-     "CosineAnnealingLR needs 'T_max', which its section does not give: add +model.scheduler.NAME=VALUE."),
+     "CosineAnnealingLR needs 'T_max', which its section does not give: add +KEY.NAME=VALUE where _target_ is"),
     (["optimized_metric=val/acc"], "which logs val/mse, val/r2: write optimized_metric=val/"),
 ]  # fmt: skip
 

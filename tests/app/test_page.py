@@ -1,7 +1,7 @@
 import json
 import re
 import shlex
-from dataclasses import asdict, replace
+from dataclasses import replace
 from html import unescape
 from pathlib import Path
 
@@ -10,21 +10,22 @@ import torch
 from browser import WIDTHS, look_at, needs_chromium
 from omegaconf import OmegaConf
 
+from lightning_ga import AutoAccumulate
 from lightning_ga.app.page import comparison_page, run_page
 from lightning_ga.app.pictures import as_png
+from lightning_ga.app.plan_report import records_of, save_plan
 from lightning_ga.app.plots import as_svg, confusion_figure, curves_figure, measure_of, probe_figure, sweep_figure
 from lightning_ga.app.run_files import read_run
+from lightning_ga.plan.accumulation import plan_accumulation
 from lightning_ga.plan.exactness_verdicts import Exactness
 from lightning_ga.plan.records import ProbeResult, Trial
 from lightning_ga.report import main, write_page
 
 MIB = 2**20
 PNG = as_png(torch.arange(192).reshape(3, 8, 8) % 7)
-PROBE = {
-    "limit": 30, "budget_bytes": 90 * 2**20, "peak_bytes": 85 * 2**20, "steps": 4, "seconds": 0.5, "method": "bracket",
-    "trials": [{"micro_batch_size": 4, "peak_bytes": 2**24, "fits": True, "seconds": 0.1}],
-    "curve": [[1, 2**24], [30, 85 * 2**20]], "timings": [], "fastest": None,
-}  # fmt: skip
+PROBE = ProbeResult(
+    30, 90 * MIB, 85 * MIB, (Trial(4, 16 * MIB, True, 0.1),), 4, 0.5, "replay", curve=((1, 16 * MIB), (30, 85 * MIB))
+)
 PLAN = {"effective_batch_size": 64, "micro_batch_size": 22, "factor": 3, "world_size": 1, "chunks": [[22, 21, 21]]}
 
 
@@ -39,7 +40,7 @@ def leave_run(folder: Path, **changes: object) -> Path:
         "epoch,step,train/loss,val/loss,train/r2,val/r2,lr-Adam\n0,4,1.5,,0.1,,0.1\n0,9,0.5,1.0,,0.2,0.2\n"
     )
     written = {
-        "plan": {"plan": PLAN, "probe": PROBE, "table": {"effective batch": "64 = 22 + 21 + 21"}},
+        "plan": {"plan": PLAN, "table": {"effective batch": "64 = 22 + 21 + 21"}},
         "result": {
             **{"test/iou": 0.75, "val/mse": None, "val/r2": 1.5e-4, "optimized_metric": "val/r2"},
             **{"optimized_direction": "max", "oom_events": 2, "seconds": 3.0},
@@ -53,6 +54,7 @@ def leave_run(folder: Path, **changes: object) -> Path:
     }
     for name, content in written.items():
         (folder / f"{name}.json").write_text(json.dumps(content))
+    (folder / "probe.svg").write_text(as_svg(probe_figure(PROBE), "Memory by micro-batch"))
     return folder
 
 
@@ -123,10 +125,10 @@ def test_stages_of_one_measure_share_a_picture(name, measure):
 def test_a_bad_verdict_looks_like_a_warning(tmp_path, cause, factor, accepted, warned):
     """If windows take several passes, and BatchNorm is not accepted."""
     folder = leave_run(tmp_path / "run")
-    config = OmegaConf.load(folder / "config.yaml")
-    OmegaConf.save({**config, "accumulate": {"batch_norm": accepted}}, folder / "config.yaml")
-    verdict = asdict(Exactness(0.11, 1e-4, cause, reason="why" if cause == "unmeasured" else ""))
-    (folder / "plan.json").write_text(json.dumps({"plan": {"factor": factor}, "exactness": verdict}))
+    found = AutoAccumulate(batch_norm=accepted)
+    verdict = Exactness(0.11, 1e-4, cause, reason="why" if cause == "unmeasured" else "")
+    plan = plan_accumulation(6, micro_batch=6 // factor)
+    save_plan(folder / "plan.json", {**records_of(found, ""), "plan": plan, "exactness": verdict})
     page = run_page(read_run(folder))
     assert page.count('<p class="warning">⚠') == warned
     assert page.count('<div class="card warning">') == 2, "a value that is not finite, and out-of-memory errors"

@@ -10,7 +10,7 @@ from reference import Regression, Samples, quiet_trainer
 from torch.utils.data import DataLoader
 
 from lightning_ga import AutoAccumulate
-from lightning_ga.app.plan_report import PlanRecords, PlanReport, printed_plan, save_plan, schedule_text
+from lightning_ga.app.plan_report import PlanReport, printed_plan, records_of, save_plan, schedule_text
 from lightning_ga.plan.accumulation import plan_accumulation
 from lightning_ga.plan.batch_schedule import by_samples, by_step, linear
 from lightning_ga.plan.exactness_verdicts import Exactness
@@ -21,9 +21,15 @@ SHORT = (*TINY, "test=false", "trainer.max_epochs=2", "trainer.limit_val_batches
 CUT = plan_accumulation(256, micro_batch=48, world_size=2)
 
 
+def records(plan=None, probe=None, exactness=None, fits=None, setting="a model", schedule=""):
+    """Those of a callback that has found these."""
+    found = SimpleNamespace(plan=plan, probe=probe, exactness=exactness, fits=fits)
+    return {**records_of(found, setting), "schedule": schedule}
+
+
 def test_the_table_says_how_a_window_is_cut_and_what_the_probe_found():
     """Effective batch, peak and budget, limit, trials and seconds, in 80 columns."""
-    text = printed_plan(PlanRecords(CUT, PROBE, setting="a model"))
+    text = printed_plan(records(CUT, PROBE))
     for part in (
         "256 in 3 micro-batches of at most 43 on each of 2 ranks",
         "peak 1.9 GiB at the limit, of a budget of 2.0 GiB",
@@ -33,29 +39,31 @@ def test_the_table_says_how_a_window_is_cut_and_what_the_probe_found():
         assert part in text
     assert max(map(len, text.splitlines())) <= 80
     for source in ("cache", "checkpoint"):
-        assert f"from the {source}" in printed_plan(PlanRecords(CUT, replace(PROBE, source=source)))
+        assert f"from the {source}" in printed_plan(records(CUT, replace(PROBE, source=source)))
 
 
 def test_a_schedule_is_shown():
     """In words, of the batch or of the factor; nothing for one number, and the ends of a long one."""
-    assert schedule_text(AutoAccumulate({0: 32, 2: 64})) == "32, from epoch 2 on 64 (epochs count from 0)"
-    assert schedule_text(AutoAccumulate({3: 8})).startswith("the recipe's, from epoch 3 on 8")
-    assert schedule_text(AutoAccumulate(by_samples({0: 32, 50_000: 64}))) == "32, from sample 50,000 on 64"
-    assert schedule_text(AutoAccumulate(accumulate={3: 8})).startswith("factor 1, from epoch 3 on 8")
-    assert schedule_text(AutoAccumulate(accumulate=by_step({0: 1, 9: 2}))) == "factor 1, from step 9 on 2"
+    assert schedule_text(AutoAccumulate({0: 32, 2: 64})) == "from epoch 0 on 32, from epoch 2 on 64"
+    assert schedule_text(AutoAccumulate({3: 8})) == "from epoch 3 on 8"
+    samples = schedule_text(AutoAccumulate(by_samples({0: 32, 50_000: 64})))
+    assert samples == "from sample 0 on 32, from sample 50,000 on 64"
+    assert schedule_text(AutoAccumulate(accumulate={3: 8})) == "factor from epoch 0 on 1, from epoch 3 on 8"
+    by_steps = schedule_text(AutoAccumulate(accumulate=by_step({0: 1, 9: 2})))
+    assert by_steps == "factor from step 0 on 1, from step 9 on 2"
     for unscheduled in (AutoAccumulate(32), AutoAccumulate(), AutoAccumulate(abs), None):
         assert schedule_text(unscheduled) == ""
     long = schedule_text(AutoAccumulate(linear(8, 64, steps=56)))
-    assert long.startswith("8, from step 1 on 9, from step 2 on 10")
+    assert long.startswith("from step 0 on 8, from step 1 on 9, from step 2 on 10")
     assert long.endswith("…, from step 56 on 64")
-    assert "schedule         32, from" in printed_plan(PlanRecords(CUT, schedule="32, from epoch 2 on 64"))
+    assert "schedule         from epoch 0 on 32" in printed_plan(records(CUT, schedule="from epoch 0 on 32"))
 
 
 def test_a_schedule_is_shown_in_the_plan_and_with_every_epoch(command):
     """On the page too, which shows the plan's table."""
     mapping = command(*SHORT, "accumulate.effective_batch_size={0:16,1:32}")
     assert mapping.code == 0, mapping.err
-    assert "schedule         16, from epoch 1 on 32" in mapping.out
+    assert "schedule         from epoch 0 on 16, from epoch 1 on 32" in mapping.out
     assert [batch in mapping.out for batch in ("batch 16", "batch 32")] == [True, True]
     assert "16, from epoch 1 on 32" in (mapping.folder / "report.html").read_text()
 
@@ -65,7 +73,7 @@ def test_a_schedule_by_its_short_name_is_shown_and_a_number_is_not(command):
     by_name = "accumulate.effective_batch_size={_target_:by_step,counts:{0:16,3:32}}"
     schedule = command(*SHORT, "logger=none", by_name, folder="by_step")
     assert schedule.code == 0, schedule.err
-    assert "16, from step 3 on 32" in schedule.out
+    assert "from step 0 on 16, from step 3 on 32" in schedule.out
     constant = command(*TINY, "accumulate.effective_batch_size=16", "dry_run=true", folder="constant")
     assert "schedule" not in constant.out
 
@@ -73,24 +81,23 @@ def test_a_schedule_by_its_short_name_is_shown_and_a_number_is_not(command):
 def test_the_table_says_that_a_window_fits_and_what_it_takes():
     """Measured, or bounded; nothing else was asked."""
     plan, fits = plan_accumulation(32, micro_batch=32), Fits(32, 358 * 2**20, 18 * 2**30, 32, 0.5)
-    text = printed_plan(PlanRecords(plan, fits=fits))
+    text = printed_plan(records(plan, fits=fits))
     assert "fits             32 samples took 358.0 MiB of 18.0 GiB" in text
     assert "nothing is accumulated" in text
     assert "limit" not in text
-    assert "32 samples take at most 358.0 MiB" in printed_plan(PlanRecords(plan, fits=replace(fits, tried=2)))
+    assert "32 samples take at most 358.0 MiB" in printed_plan(records(plan, fits=replace(fits, tried=2)))
 
 
 def test_a_plan_is_saved_whole(tmp_path):
     """Every field of the records, and null for what did not run."""
     plan, exactness = plan_accumulation(10, micro_batch=4), Exactness(1e-7, 1e-3, "exact")
-    records = PlanRecords(plan, PROBE, exactness, setting="a model")
-    save_plan(tmp_path / "new" / "plan.json", records)
+    save_plan(tmp_path / "new" / "plan.json", records(plan, PROBE, exactness))
     content = json.loads((tmp_path / "new" / "plan.json").read_text())
     assert content["plan"]["chunks"] == [[4, 3, 3]]
     assert content["probe"]["trials"][0]["fits"] is True
     assert content["exactness"]["relative_error"] == 1e-7
     assert content["table"]["training"] == "a model"
-    save_plan(tmp_path / "none.json", PlanRecords())
+    save_plan(tmp_path / "none.json", records_of(None, ""))
     content = json.loads((tmp_path / "none.json").read_text())
     assert content["plan"] is content["probe"] is content["exactness"] is None
     assert content["table"] == {"training": ""}
