@@ -240,7 +240,7 @@ def probe_or_none(record: Any) -> ProbeResult | None:
 
 
 def read_probe(record: Mapping[str, Any]) -> ProbeResult:
-    """Return the record that ``asdict`` was called on, also after it went through JSON; raise if it is no such record."""
+    """Return the record that ``asdict`` was called on, also after it went through JSON; raise if it is none."""
     result = ProbeResult(**{name: _read_field(name, value) for name, value in dict(record).items()})
     if result.limit < 1 or result.peak_bytes < 0:
         raise ValueError(f"{result.limit!r} with {result.peak_bytes!r} bytes is no limit")

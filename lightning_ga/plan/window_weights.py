@@ -18,9 +18,9 @@ from lightning_ga.errors import UserError
 class WindowWeights:
     """Weights of the micro-batches of a window, and the scale of its gradients once its counts are known.
 
-    If its samples are planned, a micro-batch weighs A × its count ÷ the samples of a rank's share. If samples or tokens
-    are counted as they come, a reference near that count takes its place: a rank that has run a window again has another
-    A than the others. The reference is twice the largest mean over ranks of a window so far: hardly any weight is then
+    If its samples are planned, a micro-batch weighs A × its count ÷ the mean share of a rank. If samples or tokens are
+    counted as they come, a reference near that share takes its place: a rank that has run a window again has another A
+    than the others. The reference is twice the largest mean over ranks of a window so far: hardly any weight is then
     above one, and half precision overflows no more often than without. Without one at the start it comes from the first
     micro-batch with a count above zero.
     """
