@@ -78,7 +78,6 @@ class AutoAccumulate(Callback):
         verify: Whether exactness is measured at the start, and rarely on a micro-batch of training.
         cache: Whether the limit is remembered between runs, for the same model, data shape, precision,
             optimizer, device and budget; one step verifies a remembered limit.
-        scale_beta2: Removed; refused with what to use instead.
 
     Raises:
         UserError: If an argument is wrong, or contradicts another or the Trainer.
@@ -109,7 +108,6 @@ class AutoAccumulate(Callback):
         scale_lr: ScaleLr = "none",
         verify: bool = True,
         cache: bool = True,
-        scale_beta2: None = None,
     ) -> None:
         self._given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()

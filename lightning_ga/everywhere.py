@@ -52,7 +52,7 @@ def read(variable: str, given: str) -> dict[str, Any]:
         >>> read("LIGHTNING_GA", "effective_batch_size={0:32,2:64} memory_budget=10GiB verify=False")
         {'effective_batch_size': {0: 32, 2: 64}, 'memory_budget': '10GiB', 'verify': False}
     """
-    known = [name for name in signature(AutoAccumulate).parameters if name != "scale_beta2"]
+    known = signature(AutoAccumulate).parameters
     arguments: dict[str, Any] = {}
     if given == "1":
         return arguments

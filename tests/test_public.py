@@ -47,7 +47,6 @@ def test_the_signature_is_the_one_that_others_write_against() -> None:
         "scale_lr": "none",
         "verify": True,
         "cache": True,
-        "scale_beta2": None,  # removed
     }
     assert all(p.kind is p.KEYWORD_ONLY for name, p in parameters.items() if name != "effective_batch_size")
     with pytest.raises(TypeError, match="unexpected keyword argument 'effective'"):
@@ -82,7 +81,6 @@ def test_it_is_a_callback_of_both_namespaces() -> None:
         ({"on_oom": "pray"}, "on_oom='pray' must be one of"),
         ({"batch_norm": "freeze"}, "batch_norm='freeze' must be one of 'warn', 'ignore'"),
         ({"effective_batch_size": "65536 tokens"}, "='65536 tokens' must be a whole number"),
-        ({"scale_beta2": True}, "scale_beta2= was removed: set the optimizer's betas"),
         ({"objective": "throughput", "whole": "net"}, "whole=.* and objective='throughput' do not go together"),
     ],
 )

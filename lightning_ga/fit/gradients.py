@@ -20,7 +20,7 @@ from lightning_ga.compat.patching import shadowed
 from lightning_ga.errors import ExactnessWarning
 from lightning_ga.plan.config import Normalize, Options
 from lightning_ga.plan.item_counters import count_items
-from lightning_ga.plan.window_weights import KnownWindow, LateWindow, WindowWeights
+from lightning_ga.plan.window_weights import WindowWeights
 from lightning_ga.plan.windows import Window
 from lightning_ga.snapshot.copies import coalesce_gradients, scale_gradients, sparse_parameters
 
@@ -49,11 +49,7 @@ class Gradients:
         self.shapes = ""  # of the tensors of its batch
         self._world_size = ranks.data_ranks(trainer)[0]
         self.counted = Counted()  # in the loop's running batch so far
-        self._sum = partial(ranks.sum_over_ranks, trainer)
-        self._stock = WindowWeights()
-        self._known = KnownWindow(self._world_size, sum_over_ranks=self._sum)
-        self._late = LateWindow(self._world_size, sum_over_ranks=self._sum, may_be_empty=self._counter is None)
-        self.weights: WindowWeights = self._stock  # of the running window: one of these three
+        self.weights = WindowWeights(self._world_size, partial(ranks.sum_over_ranks, trainer))
         self._weightless = ExitStack()  # undoes what makes a pass of weight 0 weigh nothing
         self._sparse: list[torch.nn.Parameter] | None = None  # parameters that may have sparse gradients, once known
         self._half: list[torch.Tensor] = []  # parameters whose gradients are summed in float32
@@ -133,12 +129,12 @@ class Gradients:
         return count / total if total else 0.0
 
     def _weigh_share(self, count: float, *, of: float) -> None:
-        is_first = self._begin_pass(self._stock)
-        self._stock.weigh_share(count, of=of, first=is_first)
+        is_first = self._begin_pass()
+        self.weights.weigh_share(count, of=of, first=is_first)
 
     def _weigh_known(self, count: float, *, planned: float, window_samples: float, is_summed: bool = False) -> None:
-        is_first = self._begin_pass(self._known)
-        self._known.weigh(
+        is_first = self._begin_pass()
+        self.weights.weigh_known(
             count,
             planned=planned,
             window=window_samples,
@@ -148,12 +144,12 @@ class Gradients:
         )
 
     def _weigh_late(self, count: float) -> None:
-        is_first = self._begin_pass(self._late)
-        self._late.weigh(count, factor=self._factor, first=is_first)
+        is_first = self._begin_pass()
+        may_be_empty = self._counter is None
+        self.weights.weigh_late(count, factor=self._factor, first=is_first, may_be_empty=may_be_empty)
 
-    def _begin_pass(self, weights: WindowWeights) -> bool:
-        """Count a pass that has one of these weights; return whether it is the window's first."""
-        self.weights = weights
+    def _begin_pass(self) -> bool:
+        """Count a pass; return whether it is the window's first."""
         self.passes += 1
         return self.passes == 1
 

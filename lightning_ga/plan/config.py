@@ -164,8 +164,6 @@ class Options:
 
 def read_arguments(given: Mapping[str, Any]) -> tuple[Request, Options]:
     """Check the arguments of ``AutoAccumulate``, by name, and turn them into records."""
-    if given.get("scale_beta2"):
-        raise UserError("scale_beta2= was removed: set the optimizer's betas for the effective batch yourself.")
     for name, choices in CHOICES.items():
         require_choice(name, given[name], choices)
     normalize = given["normalize"]

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
 from typing import Any
 
 from lightning_ga.errors import UserError
@@ -68,16 +69,19 @@ class RunState:
 
     def to_dict(self) -> dict[str, Any]:
         """Return numbers, strings, lists and dictionaries only."""
-        return {"version": 3, **asdict(self)}
+        return {"version": version("lightning_ga"), **asdict(self)}
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> "RunState":
-        """Return the record that ``to_dict`` was called on; without a probe's record of another version's making."""
+        """Return the record that ``to_dict`` was called on; without the probe of another version of this package."""
         try:
+            probe = None
+            if state.get("version") == version("lightning_ga"):
+                probe = probe_or_none(state["probe"])
             return cls(
                 position=Position(**state["position"]),
                 hardware=state["hardware"],
-                probe=probe_or_none(state["probe"]),
+                probe=probe,
                 limit=state.get("limit"),
                 oom_events=state.get("oom_events", 0),
                 order=state.get("order"),

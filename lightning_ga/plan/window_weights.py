@@ -16,20 +16,64 @@ from lightning_ga.errors import UserError
 
 @dataclass(slots=True)
 class WindowWeights:
-    """Weights as in stock Lightning: each micro-batch has the weight of one in the nominal factor."""
+    """Weights of the micro-batches of a window, and the scale of its gradients once its counts are known.
+
+    If its samples are planned, a micro-batch weighs A × its count ÷ the mean share of a rank. If samples or tokens are
+    counted as they come, a reference near that share takes its place: a rank that has run a window again has another A
+    than the others. The reference is twice the largest mean over ranks of a window so far: hardly any weight is then
+    above one, and half precision overflows no more often than without. Without one at the start it comes from the first
+    micro-batch with a count above zero.
+    """
 
     world_size: int = 1
     sum_over_ranks: Callable[[float], float] = float
+    reference: float | None = None
     weight: float = 1.0  # of the micro-batch
     count: float = 0.0  # samples or tokens of the micro-batch
     pending: float = 0.0  # part of the count that has not reached a backward pass
     reached: float = 0.0  # counts that have reached their backward passes in this window
     any_reached: bool = False  # whether a backward pass of the window has been reached
+    divisor: float | None = None  # what counts are divided by; ``None`` as in stock Lightning
+    is_summed: bool = True  # whether the window's count may be another than was planned
+    may_be_empty: bool = False  # whether the window may have no samples
 
     def weigh_share(self, count: float, *, of: float, first: bool) -> None:
         """Weigh a piece by its share in its batch, and leave it there whatever the other passes of the window do."""
         self._begin(count, first=first)
+        self.divisor = None
         self.weight = count / of if of else 1.0
+
+    def weigh_known(
+        self, count: float, *, planned: float, window: float, factor: int, first: bool, is_summed: bool = False
+    ) -> None:
+        """Weigh the next micro-batch of this rank by its samples.
+
+        ``planned`` are its samples as planned: a collate_fn may have dropped some. ``window`` are those that were
+        planned for the window over all ranks. ``is_summed`` is whether samples may be dropped on several ranks, the
+        same in all passes of a window.
+        """
+        self._begin(count, first=first)
+        # No rank of several skips a micro-batch, because Lightning refuses a step that returns ``None`` there.
+        self.is_summed = is_summed or self.world_size == 1
+        self.may_be_empty = True
+        if count and planned == window and self.world_size == 1:
+            window = count  # it is its own mean, to the bit, of the samples that are left
+        self.divisor = window / self.world_size
+        self.weight = factor * count / self.divisor
+
+    def weigh_late(self, count: float, *, factor: int, first: bool, may_be_empty: bool = False) -> None:
+        """Weigh the next micro-batch by its count; ``may_be_empty`` is whether there may be none in the window."""
+        if not 0 <= count < float("inf"):
+            raise UserError(f"normalize counted {count} in a micro-batch: a count is a finite number of at least 0.")
+        self._begin(count, first=first)
+        self.is_summed = True
+        self.may_be_empty = may_be_empty
+        if factor == self.world_size == 1 and count:  # a window of one micro-batch is its own mean, to the bit
+            self.reference = count
+        elif self.reference is None:  # ranks may differ in A
+            self.reference = 2.0 * self.sum_over_ranks(factor * count) / self.world_size or None
+        self.divisor = self.reference or 1.0  # nothing was counted yet
+        self.weight = factor * count / self.divisor
 
     def reach(self) -> None:
         """Note that the backward pass is reached; a step that returns ``None`` does not reach it."""
@@ -43,93 +87,12 @@ class WindowWeights:
         self.pending = 0.0
 
     def close(self) -> float:
-        """Return the scale of the window's gradients; ranks call it together."""
-        return 1.0
+        """Return the scale that makes the weighted sum of all ranks the mean over what has reached a backward pass.
 
-    def _begin(self, count: float, *, first: bool) -> None:
-        """Begin a micro-batch, and with the first one a window."""
-        self.count = count
-        self.pending = count
-        if first:
-            self.reached = 0.0
-            self.any_reached = False
-
-
-@dataclass(slots=True)
-class KnownWindow(WindowWeights):
-    """Weights of windows whose samples are known in advance."""
-
-    window: float = 0.0  # its samples as planned, over all ranks
-    seen: float = 0.0  # samples of this rank's micro-batches so far, as planned
-    is_summed: bool = False  # whether samples of this window may be dropped on several ranks
-
-    def weigh(
-        self, count: float, *, planned: float, window: float, factor: int, first: bool, is_summed: bool = False
-    ) -> None:
-        """Weigh the next micro-batch of this rank by its samples.
-
-        ``planned`` are its samples as planned: a collate_fn may have dropped some. ``window`` are those that were
-        planned for the window over all ranks. ``is_summed`` is the same in all passes of a window.
+        Ranks have averaged their gradients and have the same scale: they call this together.
         """
-        self.is_summed = is_summed
-        self._begin(count, first=first)
-        is_whole_window = planned == window and self.world_size == 1
-        if count and is_whole_window:  # it is its own mean, to the bit, of the samples that are left
-            self.window = count
-            self.seen = count
-            self.weight = float(factor)
-            return
-        if first:
-            self.seen = 0.0
-        self.window = window
-        self.seen += planned
-        self.weight = factor * self.world_size * count / window
-
-    def close(self) -> float:
-        """Return a scale above one if micro-batches were skipped or samples dropped.
-
-        Ranks have averaged their gradients, so all must have the same scale: counts are summed if samples may be
-        dropped. No rank skips a micro-batch, because Lightning refuses a step that returns ``None`` there.
-        """
-        if self.is_summed:
-            skipped = self.window - self.sum_over_ranks(self.reached)
-        elif self.world_size == 1:
-            skipped = self.seen - self.reached
-        else:
-            skipped = 0.0
-        if 0 < skipped < self.window:
-            return self.window / (self.window - skipped)
-        return 1.0
-
-
-@dataclass(slots=True)
-class LateWindow(WindowWeights):
-    """Weights of windows whose samples or tokens are counted during the window.
-
-    A micro-batch weighs A × its count ÷ a reference near the count of a rank's window, and the window's
-    gradients are scaled once, when its total is known: a rank that has run a window again has another A
-    than the others. The reference is twice the largest mean over ranks of a window so far: hardly any
-    weight is then above one, and half precision overflows no more often than without. Without one at
-    the start it comes from the first micro-batch with a count above zero.
-    """
-
-    reference: float | None = None
-    may_be_empty: bool = False  # whether a window may have no samples
-
-    def weigh(self, count: float, *, factor: int, first: bool) -> None:
-        """Weigh the next micro-batch by its count."""
-        if not 0 <= count < float("inf"):
-            raise UserError(f"normalize counted {count} in a micro-batch: a count is a finite number of at least 0.")
-        self._begin(count, first=first)
-        if factor == self.world_size == 1 and count:  # a window of one micro-batch is its own mean, to the bit
-            self.reference = count
-        elif self.reference is None:  # ranks may differ in A
-            self.reference = 2.0 * self.sum_over_ranks(factor * count) / self.world_size or None
-        self.weight = factor * count / self.reference if self.reference else 0.0
-
-    def close(self) -> float:
-        """Return the scale that makes the weighted sum of all ranks the mean over what was counted."""
-        if not self.any_reached and self.world_size == 1:
+        nothing_ran = self.world_size == 1 and not self.any_reached
+        if self.divisor is None or not self.is_summed or nothing_ran:
             return 1.0
         total = self.sum_over_ranks(self.reached)
         if not total and self.may_be_empty:
@@ -139,8 +102,15 @@ class LateWindow(WindowWeights):
                 "normalize counted 0 in all micro-batches of a window, so its gradient is no mean of anything: check "
                 "what it counts (the key, ignore_index), or leave such samples out."
             )
-        assert self.reference is not None
         mean = total / self.world_size
-        scale = self.reference / mean
-        self.reference = max(self.reference, 2.0 * mean)
+        scale = self.divisor / mean
+        self.reference = max(self.reference or 0.0, 2.0 * mean)
         return scale
+
+    def _begin(self, count: float, *, first: bool) -> None:
+        """Begin a micro-batch, and with the first one a window."""
+        self.count = count
+        self.pending = count
+        if first:
+            self.reached = 0.0
+            self.any_reached = False

@@ -54,7 +54,7 @@ def test_accumulate_has_the_arguments_of_the_callback(option: str):
     parameters = {
         name: list(parameter.default) if isinstance(parameter.default, tuple) else parameter.default
         for name, parameter in inspect.signature(AutoAccumulate.__init__).parameters.items()
-        if name not in ("self", "removed", "scale_beta2")
+        if name != "self"
     }
     assert section.pop("_target_") == "lightning_ga.AutoAccumulate"
     assert list(section) == list(parameters)

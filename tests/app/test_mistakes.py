@@ -147,8 +147,8 @@ def test_sentences_of_the_callback_name_the_keys_of_the_line():
 
 
 def test_every_argument_of_the_callback_is_a_key_of_the_line():
-    """But for ``accumulate=``, also a group of the line, which is told apart by its value, and one that was removed."""
-    assert {*ARGUMENTS.split("|")} == {*signature(AutoAccumulate).parameters} - {"accumulate", "scale_beta2"}
+    """But for ``accumulate=``, also a group of the line, which is told apart by its value."""
+    assert {*ARGUMENTS.split("|")} == {*signature(AutoAccumulate).parameters} - {"accumulate"}
 
 
 def test_traceback_shows_an_error_in_full(command):

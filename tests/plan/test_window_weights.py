@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_ga.errors import UserError
 from lightning_ga.plan.item_counters import AttentionMaskTokens, Samples, TargetTokens, count_items
-from lightning_ga.plan.window_weights import KnownWindow, LateWindow
+from lightning_ga.plan.window_weights import WindowWeights
 
 # The counts of a window: one list per rank, all of the same length.
 COUNTS = st.tuples(st.integers(1, 5), st.integers(1, 6)).flatmap(
@@ -42,10 +42,10 @@ def seen_by_the_optimizer(means: list[list[torch.Tensor]], weights: list[list[fl
 def test_known_weights_give_the_mean_over_the_window(counts: list[list[int]], missing: int) -> None:
     means, whole = means_and_all(counts)
     factor, window, world_size = len(counts[0]) + missing, sum(map(sum, counts)), len(counts)
-    known = KnownWindow(world_size)
+    known = WindowWeights(world_size)
 
     def weight(count: int) -> float:
-        known.weigh(count, planned=count, window=window, factor=factor, first=True)
+        known.weigh_known(count, planned=count, window=window, factor=factor, first=True)
         return known.weight
 
     weights = [[*map(weight, row)] for row in counts]
@@ -54,11 +54,11 @@ def test_known_weights_give_the_mean_over_the_window(counts: list[list[int]], mi
 
 def test_each_window_knows_whether_samples_may_be_dropped() -> None:
     """Data that are loaded again may have another collate function: of 16 planned samples, 12 are left."""
-    known = KnownWindow(2, sum_over_ranks=lambda count: 2 * count)
+    known = WindowWeights(2, sum_over_ranks=lambda count: 2 * count)
     scales = []
     for counts, is_summed in (((4, 4), False), ((4, 2), True), ((4, 4), False)):
         for number, count in enumerate(counts):
-            known.weigh(count, planned=4, window=16, factor=2, first=number == 0, is_summed=is_summed)
+            known.weigh_known(count, planned=4, window=16, factor=2, first=number == 0, is_summed=is_summed)
             known.reach()
         scales.append(known.close())
     assert scales == [1.0, 16 / 12, 1.0]
@@ -75,11 +75,11 @@ def test_a_count_that_is_no_number_is_refused(found: Any, words: str) -> None:
 
 @pytest.mark.parametrize("count", [-1, float("nan"), 0])
 def test_a_count_of_which_nothing_is_a_mean_is_refused(count: float) -> None:
-    late, refusal = LateWindow(world_size=1), f"normalize counted {count} in "
+    late, refusal = WindowWeights(world_size=1), f"normalize counted {count} in "
     with pytest.raises(
         UserError, match=refusal + ("all micro-batches.*ignore_index" if count == 0 else "a micro-batch")
     ):
-        late.weigh(count, factor=1, first=True)
+        late.weigh_late(count, factor=1, first=True)
         late.reach()
         late.close()
 
@@ -131,10 +131,10 @@ def test_late_weights_give_the_mean_once_the_window_is_over(counts, reference, m
             asked.append(value)
             return float(sum(map(sum, counts)))
 
-        window = LateWindow(world_size, sum_over_ranks=sum_over_ranks, reference=reference)
+        window = WindowWeights(world_size, sum_over_ranks=sum_over_ranks, reference=reference)
         weights.append([])
         for i, n in enumerate(row):
-            window.weigh(n, factor=own, first=i == 0)
+            window.weigh_late(n, factor=own, first=i == 0)
             window.reach()
             weights[-1].append(window.weight * factor / own)
         scales.append(window.close())
@@ -144,20 +144,20 @@ def test_late_weights_give_the_mean_once_the_window_is_over(counts, reference, m
 
 
 def test_a_late_window_leaves_skipped_micro_batches_out() -> None:
-    late = LateWindow(world_size=1, reference=4.0)
-    late.weigh(8, factor=2, first=True)
+    late = WindowWeights(world_size=1, reference=4.0)
+    late.weigh_late(8, factor=2, first=True)
     assert late.weight == 4.0
     late.reach()
-    late.weigh(100, factor=2, first=False)
+    late.weigh_late(100, factor=2, first=False)
     assert late.close() == 4.0 / 8
-    late.weigh(5, factor=2, first=True)
+    late.weigh_late(5, factor=2, first=True)
     assert late.close() == 1.0
 
 
 def test_ranks_have_one_reference_whatever_their_factors() -> None:
     references = set()
     for factor in (2, 4):
-        late = LateWindow(world_size=2, sum_over_ranks=lambda _: 32.0)
-        late.weigh(8 / factor, factor=factor, first=True)
+        late = WindowWeights(world_size=2, sum_over_ranks=lambda _: 32.0)
+        late.weigh_late(8 / factor, factor=factor, first=True)
         references.add(late.reference)
     assert len(references) == 1

@@ -61,18 +61,13 @@ def test_what_an_error_has_disproved_is_forgotten(folder: Path) -> None:
         "\x00\xff",
         '{"probe": {"limit": 3}}',
         {"limit": 0},
-        {"limit": True},
         {"peak_bytes": "990"},
-        {"fastest": -1},
-        {"method": 3},
-        {"method": "cache"},
-        {"source": "elsewhere"},
-        *({"curve": curve} for curve in ("x", [[1]], [["a", 2]], {"a": 1})),
+        {"curves": []},
     ],
     ids=str,
 )
 def test_a_corrupt_file_is_ignored_with_a_warning_and_mended(folder: Path, change: str | dict[str, Any]) -> None:
-    """It is none of ours, or one of its values is of another kind."""
+    """It is none of ours, has another field, or a limit that is none."""
     remember(STEP, FOUND)
     (file,) = folder.iterdir()
     content = json.loads(file.read_text())
