@@ -56,10 +56,9 @@ class BatchPasses(WholePasses):
     """Makes the closures of automatic optimization, each of which runs a batch as a whole or in pieces."""
 
     def __init__(self, parts: FitParts, cutter: Callable[[], BatchCutter], planner: StepPlanner) -> None:
-        super().__init__(parts.progress.place, exchange=None)  # until ``exchange_through`` says which
+        super().__init__(parts.place, exchange=None)  # until ``exchange_through`` says which
         self._parts = parts
-        self._trainer = parts.progress.trainer
-        self._compiled = CompiledModules(self._trainer)
+        self._compiled = CompiledModules(self._parts.trainer)
         self._cutter = cutter
         self._planner = planner  # knows the size of a batch whose samples cannot be counted
         self.samples = 0  # of the window's batches so far, on this rank, each of its largest loader
@@ -114,7 +113,7 @@ class BatchPasses(WholePasses):
         self._parts.values.begin_merging()
         samples_of_unit = batch_samples // sum(self.sizes)
         largest_batch = max(batch_samples, self._planner.batch_size)
-        pieces = Pieces(self._trainer.fit_loop.epoch_loop._results, largest_batch)
+        pieces = Pieces(self._parts.trainer.fit_loop.epoch_loop._results, largest_batch)
         result: Any = None  # of the last piece that has run
         for number, (piece, units, is_last) in enumerate(cut_in_pieces(self._cutter(), batch, self.sizes)):
             self._compiled.mark(tensors_in(piece), units)
@@ -124,7 +123,7 @@ class BatchPasses(WholePasses):
             with ExitStack() as stack:
                 stack.enter_context(self._pass(is_last=is_last))
                 if not is_last:
-                    stack.enter_context(closures.before_the_last(self._trainer))
+                    stack.enter_context(closures.before_the_last(self._parts.trainer))
                 # The last pass logs at once, because other ranks may exchange values in it.
                 stack.enter_context(pieces.piece(samples=samples, share=share, units=units, logs_at_once=is_last))
                 result = self._run_piece(closure, samples_of_unit, zeroes=number == 0)

@@ -99,7 +99,7 @@ class Fit:
             self.search.begin()
             parts.shares.follow_limits(parts.limit.samples)
             self._require_possible()
-            windows.begin_epoch(parts.progress.place.epoch)  # the hook of the epoch's start finds it begun
+            windows.begin_epoch(parts.place.epoch)  # the hook of the epoch's start finds it begun
             self.verdict.measure_at_start()
         self._begin_windows(remedies, exchange)
         windows.begin_reading(same_epoch=same_epoch)
@@ -136,13 +136,13 @@ class Fit:
         planner = self.data.windows.planner
         world_size = planner.recipe.world_size
         largest = 0
-        for epoch in parts.progress.place.epochs:
+        for epoch in parts.place.epochs:
             effective = parts.request.asked_effective(epoch)
             if effective is not None:
                 require_effective_batch(effective, world_size)
                 require_few_micro_batches(effective, parts.limit.of_first_passes, world_size)
                 largest = max(largest, effective)
-        total = planner.samples_of_epoch(parts.progress.place.epoch)
+        total = planner.samples_of_epoch(parts.place.epoch)
         if total is not None and largest > total:
             rank_zero_warn(
                 f"The effective batch of {largest:,} samples is above the {total:,} of an epoch: it is a single "
@@ -162,12 +162,12 @@ class Fit:
             parts.limit.agree()
         self.verdict.agree()
         self.search.follow_windows()
-        self.data.windows.begin_epoch(parts.progress.place.epoch)
+        self.data.windows.begin_epoch(parts.place.epoch)
         self.verdict.warn()
 
     def begin_micro_batch(self, batch: Any) -> None:
         """Begin the next batch of the loop; if it begins a window, measure on it if that is due."""
-        place = self.parts.progress.place
+        place = self.parts.place
         if place.skips_backward:
             return
         index_in_window = place.index_in_window
@@ -181,7 +181,7 @@ class Fit:
 
     def close_window(self, optimizer: torch.optim.Optimizer) -> None:
         """Mark that the update begins, and finish the gradients of the window; warn if they may be inexact."""
-        if self.parts.progress.place.skips_backward:
+        if self.parts.place.skips_backward:
             return
         self._rewinder.begin_update(optimizer)
         self.parts.gradients.close_window(optimizer)
@@ -190,7 +190,7 @@ class Fit:
     def end_micro_batch(self) -> None:
         """Note the new position if a window is over."""
         self.parts.gradients.running = None
-        if self.data.windows.is_over and not self.parts.progress.place.skips_backward:
+        if self.data.windows.is_over and not self.parts.place.skips_backward:
             self.data.windows.end_window()
             self._rewinder.end_window()
 
@@ -208,7 +208,7 @@ class Fit:
         probe = self.search.found.result
         if is_out_of_memory(error) and probe is not None and probe.holders is not None:
             error.add_note(f"As the probe recorded it: {probe.holders.sentence()}")
-        self.parts.progress.place.set_factor(self.data.recipe_factor)  # before: ``close`` notes it for the next fit
+        self.parts.place.set_factor(self.data.recipe_factor)  # before: ``close`` notes it for the next fit
         self.close()
 
     # --- records -------------------------------------------------------------------------------

@@ -29,21 +29,19 @@ class LeftOut:
     """Chooses the samples of the running window that are left out, and lists all; made on all ranks together."""
 
     def __init__(self, parts: FitParts, options: Options, data: TrainingData) -> None:
-        self._trainer = parts.progress.trainer
-        self._progress = parts.progress
-        self._gradients = parts.gradients
+        self._parts = parts
         self._data = data
         self._in_row = 0  # left out since a window was whole
         self._by_epoch: Counter[int] = Counter()  # how many were left out in each
         self._folder = Path()
         if options.on_oom == "skip":
-            self._folder = Path(self._trainer.log_dir or self._trainer.default_root_dir)  # ranks ask for it together
+            self._folder = Path(parts.trainer.log_dir or parts.trainer.default_root_dir)  # ranks ask for it together
 
     def begin_window(self) -> None:
         """Begin another window, of which no sample is left out so far."""
-        if not self._gradients.left_out:
+        if not self._parts.gradients.left_out:
             self._in_row = 0
-        self._gradients.left_out = set()
+        self._parts.gradients.left_out = set()
 
     def add(self) -> bool:
         """Leave out the sample whose pass has failed; return whether one is known to have.
@@ -51,11 +49,11 @@ class LeftOut:
         Raises:
             UserError: If too many are left out.
         """
-        index_in_window = self._gradients.running
-        if index_in_window is None or index_in_window in self._gradients.left_out:
+        index_in_window = self._parts.gradients.running
+        if index_in_window is None or index_in_window in self._parts.gradients.left_out:
             return False
-        self._gradients.left_out.add(index_in_window)
-        epoch, window = self._progress.window
+        self._parts.gradients.left_out.add(index_in_window)
+        epoch, window = self._parts.progress.window
         self._in_row += 1
         self._by_epoch[epoch] += 1
         row = {
@@ -63,8 +61,8 @@ class LeftOut:
             "window": window,
             "place": index_in_window,
             "index": self._data.windows.index_of(index_in_window),
-            "size": self._gradients.shapes,
-            "rank": self._trainer.global_rank,
+            "size": self._parts.gradients.shapes,
+            "rank": self._parts.trainer.global_rank,
         }
         self._write(row)
         most = self._most_of(epoch)
@@ -75,7 +73,7 @@ class LeftOut:
                 "skipped.csv lists them."
             )
         said = ", ".join(f"{name} {value}" for name, value in row.items())
-        print(rank_prefixed_message(f"AutoAccumulate: a sample is left out: {said}.", self._trainer.global_rank))
+        print(rank_prefixed_message(f"AutoAccumulate: a sample is left out: {said}.", self._parts.trainer.global_rank))
         return True
 
     def _most_of(self, epoch: int) -> int | None:

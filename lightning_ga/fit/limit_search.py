@@ -45,7 +45,6 @@ class LimitSearch:
         self, parts: FitParts, options: Options, data: TrainingData, kept: Callable[[], Iterable[Tensor]]
     ) -> None:
         self._parts = parts
-        self._trainer = parts.progress.trainer
         self._options = options
         self._data = data
         self._kept = kept
@@ -56,17 +55,17 @@ class LimitSearch:
             or parts.shares.differ
             or bool(options.whole)
             or options.size_of is not None
-            or ranks.is_sharded(self._trainer)
+            or ranks.is_sharded(self._parts.trainer)
         )
         self._asked = 0  # samples that the last question was about, on this rank
         self.found = Found()  # the answer to it, in which what errors have left of a limit does not show
-        self.recomputed = RecomputedParts(self._trainer.lightning_module)
+        self.recomputed = RecomputedParts(self._parts.trainer.lightning_module)
         self._always = () if options.checkpoint == "auto" else options.checkpoint  # computed again, whatever fits
-        submodules(self._trainer.lightning_module, self._always, "checkpoint=")
-        if options.checkpoint and ranks.checkpoints_itself(self._trainer):
+        submodules(self._parts.trainer.lightning_module, self._always, "checkpoint=")
+        if options.checkpoint and ranks.checkpoints_itself(self._parts.trainer):
             raise UserError(
                 f"checkpoint={options.checkpoint!r} and activation_checkpointing_policy= of "
-                f"{type(self._trainer.strategy).__name__} both compute submodules again: give one of them."
+                f"{type(self._parts.trainer.strategy).__name__} both compute submodules again: give one of them."
             )
 
     @property
@@ -76,7 +75,7 @@ class LimitSearch:
 
     def hardware(self) -> str:
         """Describe the hardware; a limit found on other hardware is not used."""
-        return describe_hardware(self._trainer, self._options.budget)
+        return describe_hardware(self._parts.trainer, self._options.budget)
 
     # --- questions -----------------------------------------------------------------------------
 
@@ -97,7 +96,7 @@ class LimitSearch:
     def begin_window(self) -> None:
         """Follow a schedule that makes windows larger within an epoch."""
         may_grow = self._parts.request.by_window is not None and not self._is_wanted_at_once
-        if may_grow and not self._parts.progress.place.skips_backward:
+        if may_grow and not self._parts.place.skips_backward:
             self.follow_windows()
 
     def follow_windows(self) -> None:
@@ -115,7 +114,7 @@ class LimitSearch:
         if not self._parts.shares.differ:
             limit.agree()
         is_bounded_by_memory = limit.has_fallen or limit.samples < self._asked  # less was found than was asked about
-        of_epoch = self._data.windows.planner.useful_limit(self._parts.progress.place.epochs[:1])
+        of_epoch = self._data.windows.planner.useful_limit(self._parts.place.epochs[:1])
         ahead = max(of_window, min(2 * of_window, of_epoch))  # twice as many, so that a ramp asks rarely
         if is_bounded_by_memory:  # a larger window has no larger passes
             self._asked = ahead
@@ -129,7 +128,7 @@ class LimitSearch:
         The cache may know it from another run; the entry that this search writes is removed by ``Remedies.apply``. On
         several ranks one does not look, because the others wait for it.
         """
-        if self.found.fits is None or self._trainer.world_size > 1:
+        if self.found.fits is None or self._parts.trainer.world_size > 1:
             return None
         setup = self._setup(begins=False)
         search = partial(find_limit, setup, self._options, high=setup.batches.at_most(failed))
@@ -163,12 +162,12 @@ class LimitSearch:
         if restored is None or self._parts.shares.differ:
             return None
         is_same = restored.hardware == self.hardware()
-        return restored if ranks.smallest_over_ranks(self._trainer, int(is_same)) else None
+        return restored if ranks.smallest_over_ranks(self._parts.trainer, int(is_same)) else None
 
     def _most_useful(self) -> int:
         """Return the largest micro-batch of the window that comes next; of all, if the limit is wanted at once."""
         planner = self._data.windows.planner
-        place = self._parts.progress.place
+        place = self._parts.place
         if self._is_wanted_at_once:
             return planner.useful_limit(place.epochs)
         of_epoch = planner.useful_limit(place.epochs[:1])
@@ -182,14 +181,14 @@ class LimitSearch:
     def _setup(self, *, begins: bool) -> TrainingSetup:
         """Return the training as trial steps run it."""
         windows = self._data.windows
-        epoch = self._parts.progress.place.epoch
+        epoch = self._parts.place.epoch
         shares = self._parts.shares
         chunked = self._parts.limit.chunked
         rank_samples = windows.planner.effective(epoch)  # a rank may have nearly all, if shares differ
         if not shares.differ:
-            rank_samples = ceil_div(rank_samples, ranks.data_ranks(self._trainer)[0])
+            rank_samples = ceil_div(rank_samples, ranks.data_ranks(self._parts.trainer)[0])
         return TrainingSetup(
-            self._trainer,
+            self._parts.trainer,
             windows.trial_batches(epoch),
             rank_samples=rank_samples,
             kept=self._kept,
@@ -207,7 +206,7 @@ class LimitSearch:
             self.recomputed.use(self._always)
         tried = setup.batches.at_most(useful)  # a trial batch may have fewer
         if not setup.alone:  # first batches differ by rank
-            tried = ranks.smallest_over_ranks(self._trainer, tried)
+            tried = ranks.smallest_over_ranks(self._parts.trainer, tried)
             if not tried:  # a collate function has left nothing of a first batch: none is tried
                 return self._parts.request.capped(useful)
         fits = self._recall(tried, restored) or self._ask(tried, setup)
@@ -244,7 +243,7 @@ class LimitSearch:
 
     def _ask(self, tried: int, setup: TrainingSetup) -> int:
         """Return the limit that trial steps show; a program for which they fail trains as its recipe says."""
-        if keeps_history(self._trainer) and self._options.budget is None:
+        if keeps_history(self._parts.trainer) and self._options.budget is None:
             return tried  # whole batches, until an error
         try:
             self.found = self._probe(tried, setup)
@@ -256,7 +255,7 @@ class LimitSearch:
         except FailedOnRanksError as error:
             return self._limit_without_probe(error.args[0])
         except Exception as error:
-            if may_be_out_of_memory(error) or isinstance(error, UserError) or self._trainer.world_size > 1:
+            if may_be_out_of_memory(error) or isinstance(error, UserError) or self._parts.trainer.world_size > 1:
                 raise  # ranks probe together or not at all
             return self._limit_without_probe(error)
         if self.found.result is None:
@@ -281,8 +280,8 @@ class LimitSearch:
         """
         # Later in training, ranks with limits of their own ask one by one.
         ranks_ask_together = setup.begins or not setup.alone
-        if self._trainer.world_size > 1 and ranks_ask_together:
-            _require_cut_on_all_ranks(self._trainer, setup.batches)
+        if self._parts.trainer.world_size > 1 and ranks_ask_together:
+            _require_cut_on_all_ranks(self._parts.trainer, setup.batches)
         known_chosen = self.chosen
         self.found = self.found._replace(fits=None)  # also if the search fails
         search = partial(find_limit, setup, self._options, high=tried)

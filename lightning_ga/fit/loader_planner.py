@@ -129,7 +129,7 @@ class LoaderPlanner:
             start=start,
             enabled=enabled,
         )
-        self._parts.progress.place.set_factor(self.source.epoch_plan.factor)
+        self._parts.place.set_factor(self.source.epoch_plan.factor)
 
     def plan_window(self, window_number: int, start: int) -> None:
         """Plan a window of an epoch in which windows grow; it begins after ``start`` samples."""

@@ -39,7 +39,7 @@ class LoaderWindows(CutWindows):
         self._iterates_for: tuple[Any, ...] = ()  # what the loop's iterator was made for; empty before there is one
         # If training alone reads samples, trials get the first micro-batch of that iterator.
         self._first: TrialBatches | None = None  # once read, until the loop begins to read
-        self._compiled = CompiledModules(self._trainer)
+        self._compiled = CompiledModules(self._parts.trainer)
         self._prepare()
 
     def use(self, source: Any) -> None:
@@ -79,9 +79,9 @@ class LoaderWindows(CutWindows):
 
         Afterwards others see the user's loader, and the loop counts micro-batches.
         """
-        with loaders.unsharded(self._trainer), self._source.in_recipe_batches(self._place.epoch):
+        with loaders.unsharded(self._parts.trainer), self._source.in_recipe_batches(self._place.epoch):
             yield
-        loaders.show_loaders(self._trainer, loader)
+        loaders.show_loaders(self._parts.trainer, loader)
         self._place.size_epoch(len(self._source.loader))
 
     def adopt_position(self) -> bool:
@@ -117,7 +117,7 @@ class LoaderWindows(CutWindows):
         self._iterate()  # uses it up, and training's iterator needs it once more
         loader.before_dry_run = before_dry_run
         self.planner.note_first()
-        batch = advance.first_batch(self._trainer)
+        batch = advance.first_batch(self._parts.trainer)
         planned = 0  # samples on this rank before a collate function leaves any out
         if batch is not None:
             planned = self._source.window(self._source.epoch_plan.done).sizes[0]
@@ -192,8 +192,8 @@ class LoaderWindows(CutWindows):
         if self._recipe_is_clock:
             return
         self._recipe_is_clock = True
-        self._parts.undo_at_end.enter_context(schedulers.due_by_recipe(self._trainer, self._span_so_far))
-        self._parts.undo_at_end.enter_context(validation.due_by_recipe(self._trainer, self._span_so_far))
+        self._parts.undo_at_end.enter_context(schedulers.due_by_recipe(self._parts.trainer, self._span_so_far))
+        self._parts.undo_at_end.enter_context(validation.due_by_recipe(self._parts.trainer, self._span_so_far))
 
     def _span_so_far(self) -> WindowSpan:
         """Return the batches of the running window.
@@ -210,7 +210,7 @@ class LoaderWindows(CutWindows):
         undo_at_end.enter_context(self._place.before_reading(self._follow_length))
         if exchange is not None:
             passes = WholePasses(self._place, exchange)
-            undo_at_end.enter_context(closures.intercepted_closures(self._trainer, passes.closure, self._place))
+            undo_at_end.enter_context(closures.intercepted_closures(self._parts.trainer, passes.closure, self._place))
 
     def begin_reading(self, *, same_epoch: bool) -> None:
         """Let the loop begin its first epoch, at the window that comes next."""
@@ -321,7 +321,7 @@ class LoaderWindows(CutWindows):
         found = []
         if self.planner.keeps_batches and self.planner.plan.factor > 1:
             found.append("the samples of two batches were not seen to be collated to one, so each batch is a pass")
-        every = getattr(self._trainer, "val_check_interval", None)  # validation may be due by time
+        every = getattr(self._parts.trainer, "val_check_interval", None)  # validation may be due by time
         if self._recipe_is_clock and isinstance(every, int):
             samples = self._source.recipe.samples_of(every)
             if samples % self.planner.inputs.schedule.largest != 0:

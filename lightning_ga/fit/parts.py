@@ -5,8 +5,10 @@ Tested in tests/integration/test_fits.py.
 
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 from lightning_ga.compat.logged_values import StepValues
+from lightning_ga.compat.loop_counters import LoopPlace
 from lightning_ga.fit.gradients import Gradients
 from lightning_ga.fit.limit import Limit
 from lightning_ga.fit.progress import Progress
@@ -25,3 +27,13 @@ class FitParts:
     gradients: Gradients
     values: StepValues
     undo_at_end: ExitStack = field(default_factory=ExitStack)
+
+    @property
+    def trainer(self) -> Any:
+        """The Trainer whose fit this is."""
+        return self.progress.trainer
+
+    @property
+    def place(self) -> LoopPlace:
+        """The place of the fit loop in its data."""
+        return self.progress.place

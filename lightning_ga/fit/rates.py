@@ -26,7 +26,6 @@ class WindowRates:
     """
 
     def __init__(self, parts: FitParts, data: TrainingData, scale_lr: ScaleLr) -> None:
-        self._trainer = parts.progress.trainer
         self._parts = parts
         self._data = data
         self._scale_lr = scale_lr
@@ -37,12 +36,12 @@ class WindowRates:
         """Return a context in which the optimizer sees scaled rates; refuse optimizers without rates."""
         if self._scale_lr == "none" and not self._parts.request.varies:
             return nullcontext()
-        optimizer = self._trainer.optimizers[0]
+        optimizer = self._parts.trainer.optimizers[0]
         has_rates = all(group.get("lr") is not None for group in optimizer.param_groups)
         if self._scale_lr != "none" and not has_rates:
             kind = type(optimizer).__name__
             raise UserError(f"scale_lr={self._scale_lr!r} scales 'lr', and {kind} has none: leave it out.")
-        strategy = self._trainer.strategy
+        strategy = self._parts.trainer.strategy
         stock = partial(type(strategy).optimizer_step, strategy)
         return shadowed(strategy, "optimizer_step", partial(self._step, stock))
 
@@ -50,7 +49,7 @@ class WindowRates:
         self, stock: Callable[..., Any], optimizer: Optimizer, closure: Callable[[], Any], *given: Any, **named: Any
     ) -> Any:
         """Let the optimizer step with scaled rates; its closure, the window's last pass, runs without them."""
-        if self._parts.progress.place.skips_backward:
+        if self._parts.place.skips_backward:
             return stock(optimizer, closure, *given, **named)
         batch = self._effective_batch()
         ratio = rate_ratio(self._scale_lr, batch, self._data.windows.planner.recipe.effective)
@@ -74,7 +73,7 @@ class WindowRates:
         planner = self._data.windows.planner
         plan = planner.plan
         assert plan is not None, "windows begin once they are planned"
-        of_epoch = planner.samples_of_epoch(self._parts.progress.place.epoch)
+        of_epoch = planner.samples_of_epoch(self._parts.place.epoch)
         return plan.effective_batch_size if of_epoch is None else min(plan.effective_batch_size, of_epoch)
 
     def _scale(self, optimizer: Optimizer, ratio: float) -> None:
@@ -94,9 +93,9 @@ class WindowRates:
     def _log(self, optimizer: Optimizer, batch: int) -> None:
         row: dict[str, Any] = {
             "effective_batch_size": batch,
-            "accumulate_grad_batches": int(self._trainer.accumulate_grad_batches),
+            "accumulate_grad_batches": int(self._parts.trainer.accumulate_grad_batches),
         }
         for number, group in enumerate(optimizer.param_groups):
             name = f"learning_rate/{number}" if number else "learning_rate"
             row[name] = group.get("lr")
-        log_step(self._trainer, row)
+        log_step(self._parts.trainer, row)

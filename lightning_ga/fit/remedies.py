@@ -40,29 +40,27 @@ class Remedies:
     def __init__(
         self, parts: FitParts, options: Options, search: LimitSearch, left_out: LeftOut, windows: Windows
     ) -> None:
-        self._progress = parts.progress
-        self._limit = parts.limit
-        self._gradients = parts.gradients
+        self._parts = parts
         self._search = search
         self._left_out = left_out
         self._windows = windows
         self._may_recompute = options.checkpoint == "auto"
         self._window: tuple[int, int] | None = None  # the running one, as ``Progress`` names it
         self._number = 0  # of the running window, in this fit
-        self._limit_before = self._limit.mark()  # as the running window began
+        self._limit_before = self._parts.limit.mark()  # as the running window began
         self._names_before = search.recomputed.names  # of what it computed again as it began
         self._failed: deque[int] = deque(maxlen=MANY_FAILED)  # numbers of windows in which one sample did not fit
 
     def begin_window(self) -> None:
         """Begin a window; nothing happens if it begins again after an error."""
-        self._gradients.running = None
-        window = self._progress.window
+        self._parts.gradients.running = None
+        window = self._parts.progress.window
         if window == self._window:
             return
         self._window = window
         self._left_out.begin_window()
         self._number += 1
-        self._limit_before = self._limit.mark()
+        self._limit_before = self._parts.limit.mark()
         self._names_before = self._search.recomputed.names
 
     def end_window(self) -> None:
@@ -72,7 +70,7 @@ class Remedies:
         """
         are_many = len(self._failed) == MANY_FAILED and self._number - self._failed[0] < AMONG
         if self._number in self._failed and not are_many:
-            self._limit.go_back(self._limit_before)
+            self._parts.limit.go_back(self._limit_before)
             self._search.recomputed.use(self._names_before)
 
     def choose(self, failed: int, failure: Exception) -> Remedy:
@@ -88,7 +86,7 @@ class Remedies:
         if not is_ambiguous_out_of_memory(failure):
             remedy = self._last_remedy()
         if remedy is None:
-            give_up(self._progress.trainer, "training", failure, self._limit.unit)
+            give_up(self._parts.trainer, "training", failure, self._parts.limit.unit)
         return remedy
 
     def apply(self, remedy: Remedy) -> int:
@@ -96,13 +94,13 @@ class Remedies:
         fits = remedy.after
         if remedy.lowers_limit:
             fits = self._search.below(remedy.before) or fits
-            self._limit.fall(fits)
+            self._parts.limit.fall(fits)
         self._search.forget_limit()
         return fits
 
     def fall(self, samples: int) -> None:
         """Lower the limit, here and in later runs."""
-        self._limit.fall(samples)
+        self._parts.limit.fall(samples)
         self._search.forget_limit()
 
     def _last_remedy(self) -> Remedy | None:

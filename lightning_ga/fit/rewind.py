@@ -51,10 +51,8 @@ class Rewinder:
         *,
         retries: bool,
     ) -> None:
-        trainer = parts.progress.trainer
-        self._trainer = trainer
-        self._place = parts.progress.place
-        self._limit = parts.limit
+        trainer = parts.trainer
+        self._parts = parts
         self._windows = windows
         self._remedies = remedies
         self._reporter = reporter
@@ -78,16 +76,16 @@ class Rewinder:
         """Return a context in which the loop's ``advance`` is guarded, and these ``members`` begin each window."""
         self._members = [*members]
         if self._savepoint is None:
-            return advance.guarded_advance(self._trainer, self.run)
+            return advance.guarded_advance(self._parts.trainer, self.run)
         self._members.append(self._savepoint.take)
-        return advance.guarded_advance(self._trainer, self.run, self._windows.keep)
+        return advance.guarded_advance(self._parts.trainer, self.run, self._windows.keep)
 
     def run(self, stock_advance: Callable[[], None]) -> None:
         """Run the loop's next micro-batch; if memory runs out, the window's first one, smaller."""
         while True:
             kept_before = 0
             try:
-                if self._place.begins_window:
+                if self._parts.place.begins_window:
                     self._begin_window()
                     if self._lower_after_retries():
                         continue  # the window begins again as it was planned anew; no retries are counted by then
@@ -104,7 +102,7 @@ class Rewinder:
 
     def begin_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that the window's passes are done; refuse an optimizer that repeats only the last of several."""
-        factor = self._place.factor
+        factor = self._parts.place.factor
         if self._is_updating and factor > 1:
             raise UserError(
                 f"{type(optimizer).__name__} evaluated its closure again, which repeats only the last of {factor} "
@@ -123,7 +121,7 @@ class Rewinder:
     def _begin_window(self) -> None:
         self._is_updating = False
         self._is_begun = False
-        self._place.begin_window()
+        self._parts.place.begin_window()
         for begin_window in self._members:
             begin_window()
         self._is_begun = True
@@ -152,12 +150,12 @@ class Rewinder:
         that the loader has failed to make: there are only as many as were ``kept_before`` this ``advance``.
         """
         is_certain = is_out_of_memory(error)  # nothing is said of an error that may mean something else
-        if self._refusal is not None and is_certain:
-            raise messages.out_of_memory(self._trainer, "training", messages.OTHERS_WAIT, self._refusal) from error
-        if self._savepoint is None or self._place.skips_backward:
+        if is_certain:
+            messages.end_run_if(self._refusal, self._parts.trainer, "training", messages.OTHERS_WAIT, error)
+        if self._savepoint is None or self._parts.place.skips_backward:
             raise error
         if not self._is_begun:
-            if self._place.begins_window:  # a member has failed
+            if self._parts.place.begins_window:  # a member has failed
                 return
             raise error  # a resumed run has started within a window, of which nothing is kept
         batch_was_kept = len(self._windows.batches) > kept_before
@@ -166,33 +164,34 @@ class Rewinder:
             return
         if is_certain:
             sentence = messages.IN_THE_UPDATE if self._is_updating else messages.IN_THE_LOADER
-            error.add_note(sentence.format(memory=describe_memory(self._trainer.strategy.root_device)))
+            error.add_note(sentence.format(memory=describe_memory(self._parts.trainer.strategy.root_device)))
         raise error
 
     def _go_back(self, failure: Exception) -> None:
         """Begin the window again with a remedy; raise an error if there is none, or the window cannot be undone."""
         remedy = self._remedies.choose(self._windows.largest_pass, failure)
-        messages.end_run_if(self._leave_ranks(), self._trainer, "training", messages.OTHERS_WAIT, failure)
-        messages.end_run_if(retry_once(self._undo), self._trainer, "training", messages.CHANGED, failure)
+        messages.end_run_if(self._leave_ranks(), self._parts.trainer, "training", messages.OTHERS_WAIT, failure)
+        messages.end_run_if(retry_once(self._undo), self._parts.trainer, "training", messages.CHANGED, failure)
         fits = self._remedies.apply(remedy)  # by trial steps, which need the state from before
         self._windows.plan_again()
-        self._reporter.add(self._reporter.survived("training", remedy.before, fits, self._limit.unit))
+        self._reporter.add(self._reporter.survived("training", remedy.before, fits, self._parts.limit.unit))
 
     def _undo(self) -> str | None:
         """Put back what the window's passes have changed; return what cannot be put back."""
         assert self._savepoint is not None, "without one, no window begins again"
         if not self._is_begun:
             return None
-        leaves_some = closures.zero_gradients(self._trainer, self._place.window_start)
+        leaves_some = closures.zero_gradients(self._parts.trainer, self._parts.place.window_start)
         if leaves_some:
-            return f"gradients of earlier windows, which {type(self._trainer.lightning_module).__name__} does not zero"
+            kind = type(self._parts.trainer.lightning_module).__name__
+            return f"gradients of earlier windows, which {kind} does not zero"
         return undo(self._savepoint, self._windows.batches)
 
     def _leave_ranks(self) -> str | None:
         """Leave the exchange of gradients, so that this rank repeats the window alone; return why it cannot."""
         if not self._is_begun:  # nothing of this window was exchanged
             return None
-        if self._trainer.world_size > 1 and ranks.collectives_run() != self._collectives:
+        if self._parts.trainer.world_size > 1 and ranks.collectives_run() != self._collectives:
             return messages.EXCHANGES
         if not isinstance(self._exchange, Exchange):  # replicas of a sharded model run no window again
             return None

@@ -53,7 +53,7 @@ class StepPlanner:
 
     def samples_of_epoch(self, epoch: int) -> int | None:
         """Return the samples of any epoch, over all ranks; ``None`` if that is not known."""
-        batches = self._parts.progress.place.loop_batches_of_epoch
+        batches = self._parts.place.loop_batches_of_epoch
         if batches is None or self.source.batch_size is None:
             return None
         return self.recipe.samples_of(batches)
@@ -70,7 +70,7 @@ class StepPlanner:
         Raises:
             UserError: If windows count samples, and no batch has shown yet how many it has.
         """
-        batches = self._parts.progress.place.loop_batches_of_epoch
+        batches = self._parts.place.loop_batches_of_epoch
         if batches is None:
             return None
         self._require_known_samples()
@@ -113,7 +113,7 @@ class StepPlanner:
         """Plan the next window; return how many batches make it."""
         progress = self._parts.progress
         factor = self._batches_of_window(
-            progress.position.epoch, step=int(progress.trainer.global_step), samples=progress.position.samples_seen
+            progress.position.epoch, step=int(self._parts.trainer.global_step), samples=progress.position.samples_seen
         )
         micro_batch = self._parts.limit.of_pass
         if micro_batch == NO_LIMIT:  # batches run as they are

@@ -47,12 +47,12 @@ class StepWindows(CutWindows):
         """Return a context in which the loop sets up its data; afterwards others see the user's loader."""
         yield
         if self._source.loader is not loader:
-            loaders.show_loaders(self._trainer, loader)
+            loaders.show_loaders(self._parts.trainer, loader)
 
     def adopt_position(self) -> bool:
         """Adopt the loop's position, and look at the first batch, which training still gets, if only it shows sizes."""
         if self._source.batch_size is None:
-            batch = advance.first_batch(self._trainer)
+            batch = advance.first_batch(self._parts.trainer)
             if batch is not None:
                 with suppress(LayoutError):  # its number of samples may not be known
                     self._source.see(batch, self._cutter())
@@ -75,7 +75,7 @@ class StepWindows(CutWindows):
         needs_batch = self._source.first_may_be_smaller or not samples.can_be_read_apart
         batch = None
         if needs_batch and not self._reads:
-            batch = advance.first_batch(self._trainer)
+            batch = advance.first_batch(self._parts.trainer)
         if batch is None and samples.can_be_read_apart:
             return TrialBatches(self._cutter(), units, known=samples, in_step=True)
         return TrialBatches(self._cutter(), units, batch=batch, planned=units)
@@ -99,7 +99,7 @@ class StepWindows(CutWindows):
         self._place.set_factor(factor)
         if factor != self._source.recipe_factor and not self._recipe_is_clock:
             self._recipe_is_clock = True
-            self._parts.undo_at_end.enter_context(schedulers.due_by_recipe(self._trainer, self._span))
+            self._parts.undo_at_end.enter_context(schedulers.due_by_recipe(self._parts.trainer, self._span))
 
     def _span(self) -> WindowSpan:
         """Return the batches before and after the window that ends: the loop's are the recipe's."""
@@ -109,7 +109,7 @@ class StepWindows(CutWindows):
         """Let the loop's batches run in pieces that fit, to the end of the fit."""
         self._passes.exchange_through(exchange)
         undo_at_end = self._parts.undo_at_end
-        undo_at_end.enter_context(closures.intercepted_closures(self._trainer, self._passes.closure, self._place))
+        undo_at_end.enter_context(closures.intercepted_closures(self._parts.trainer, self._passes.closure, self._place))
         if self._parts.request.by_window:
             undo_at_end.enter_context(self._place.windows_begin_anywhere())
 
@@ -151,7 +151,7 @@ class StepWindows(CutWindows):
         self.batches = []
         samples = self._passes.samples * self._source.world_size
         if self._parts.request.is_by_samples:  # no other schedule is worth an exchange
-            samples = int(ranks.sum_over_ranks(self._trainer, self._passes.samples))
+            samples = int(ranks.sum_over_ranks(self._parts.trainer, self._passes.samples))
         progress = self._parts.progress
         progress.end_window(samples=progress.position.samples_done + samples, batches=self._place.ready)
 
@@ -177,7 +177,7 @@ class StepWindows(CutWindows):
         """Give the window's batches back to the loop, which begins it again in smaller pieces."""
         self._place.relocate(self._place.factor, at=self._place.window_start, end=self._place.loop_batches_of_epoch)
         self._plan_window()
-        advance.unread(self._trainer, [kept.batch for kept in self.batches])
+        advance.unread(self._parts.trainer, [kept.batch for kept in self.batches])
 
     # --- words ---------------------------------------------------------------------------------
 

@@ -32,8 +32,7 @@ class TrainingData:
     def __init__(self, parts: FitParts, options: Options) -> None:
         self._parts = parts
         self._options = options
-        self._trainer = parts.progress.trainer
-        self.recipe_factor: int = self._trainer.accumulate_grad_batches
+        self.recipe_factor: int = self._parts.trainer.accumulate_grad_batches
         self._windows: Windows | None = None
         self._cutter: BatchCutter | None = None  # of batches of training, once it has been asked for
 
@@ -66,11 +65,11 @@ class TrainingData:
             with held, older_objects_frozen():
                 set_up()
 
-        return loaders.intercepted_loaders(self._trainer, read, around)
+        return loaders.intercepted_loaders(self._parts.trainer, read, around)
 
     def _read_loader(self, loader: Any) -> None:
         """Decide where the user's loader is cut, once."""
-        trainer = self._trainer
+        trainer = self._parts.trainer
         position = self._parts.progress.position
         world_size, rank = ranks.data_ranks(trainer)
         settings = SourceSettings(
@@ -82,7 +81,7 @@ class TrainingData:
             shard=loaders.shards(trainer),
             may_shuffle=not trainer.overfit_batches,
             must_shuffle=position.shuffles,
-            epoch=self._parts.progress.place.epoch,
+            epoch=self._parts.place.epoch,
             of_first_rank=partial(ranks.of_first_rank, trainer),
         )
         source = read_source(loader, settings, why=self._why_in_step(), size_of=self._options.size_of)
@@ -112,10 +111,10 @@ class TrainingData:
         """Return the cutter of the batches that the training step gets."""
         if self._cutter is None:
             source = self.windows.planner.source
-            found, combine = loaders.loaders_of(self._trainer)
+            found, combine = loaders.loaders_of(self._parts.trainer)
             is_only_loader = found == [source.loader]
             samples = [source.samples] if is_only_loader else [*map(KnownSamples, found)]
-            self._cutter = BatchCutter(samples, combine, BatchTransfer(self._trainer))
+            self._cutter = BatchCutter(samples, combine, BatchTransfer(self._parts.trainer))
         return self._cutter
 
     def _why_in_step(self) -> str:
@@ -124,7 +123,7 @@ class TrainingData:
             return "whole="
         if self._options.micro_batching == "step":
             return 'micro_batching="step"'
-        for optimizer in self._trainer.optimizers:
+        for optimizer in self._parts.trainer.optimizers:
             if evaluates_again(optimizer):
                 return f"{type(optimizer).__name__} evaluates each batch several times"
         return ""

@@ -31,7 +31,6 @@ class Verdict:
 
     def __init__(self, parts: FitParts, options: Options, data: TrainingData) -> None:
         self._parts = parts
-        self._trainer = parts.progress.trainer
         self._options = options
         self._data = data
         self.exactness: Exactness | None = None  # none without ``verify``, and while nothing is accumulated
@@ -44,15 +43,15 @@ class Verdict:
         is_bounded = self._parts.limit.of_pass < NO_LIMIT
         later_may_be_cut = windows.planner.source.first_may_be_smaller and is_bounded
         is_cut = windows.has_several_passes or later_may_be_cut or self._parts.limit.chunked is not None
-        if self._options.verify and ranks.sum_over_ranks(self._trainer, float(is_cut)) > 0:
-            found = self._measure_trial(windows.trial_batches(self._parts.progress.place.epoch), begins=True)
-            self.exactness = combined(ranks.of_all_ranks(self._trainer, found))
+        if self._options.verify and ranks.sum_over_ranks(self._parts.trainer, float(is_cut)) > 0:
+            found = self._measure_trial(windows.trial_batches(self._parts.place.epoch), begins=True)
+            self.exactness = combined(ranks.of_all_ranks(self._parts.trainer, found))
 
     def begin_window(self, batch: Any, *, after_error: bool) -> None:
         """Measure on the micro-batch that begins a window, if that is due; a rank may be the only one that does."""
         if not self._options.verify or self._parts.limit.chunked is not None or is_inexact(self.exactness):
             return
-        steps = int(self._trainer.global_step)
+        steps = int(self._parts.trainer.global_step)
         if self.exactness is None:  # nothing was accumulated so far: as at the start, on samples that differ
             if after_error or self._data.windows.has_several_passes:
                 self.exactness = self._measure_first(batch)
@@ -67,7 +66,7 @@ class Verdict:
 
     def _measure_first(self, batch: Any) -> Exactness:
         """Measure on samples that differ, or on a batch of training if training alone reads samples."""
-        batches = self._data.windows.trial_batches(self._parts.progress.place.epoch)
+        batches = self._data.windows.trial_batches(self._parts.place.epoch)
         if batches.empty:
             return self._measure_batch(batch)[0]
         return self._measure_trial(batches, begins=False)
@@ -81,7 +80,7 @@ class Verdict:
         try:
             available = min(cutter.count(batch), self._parts.limit.samples)
         except LayoutError as error:
-            return unmeasured(self._trainer, str(error)), 0
+            return unmeasured(self._parts.trainer, str(error)), 0
 
         def halves(count: int, *_: object, multiple: int) -> CutBatch | None:
             return cutter.halves(batch, count, multiple)
@@ -93,9 +92,9 @@ class Verdict:
     ) -> tuple[Exactness, int]:
         multiple = self._parts.request.multiple
         found, samples = measure(
-            self._trainer,
+            self._parts.trainer,
             partial(halves, multiple=multiple),
-            BatchTransfer(self._trainer).for_trial,
+            BatchTransfer(self._parts.trainer).for_trial,
             self._normalize,
             available=available,
             limit=self._parts.limit.samples,
@@ -124,14 +123,14 @@ class Verdict:
 
     def agree(self) -> None:
         """Combine the verdicts of all ranks, which call this together as an epoch begins."""
-        known = [*filter(None, ranks.of_all_ranks(self._trainer, self.exactness))]
+        known = [*filter(None, ranks.of_all_ranks(self._parts.trainer, self.exactness))]
         if known:
             self.exactness = combined(known)
 
     def at_end(self) -> Exactness | None:
         """Return the verdict as training ends, maybe before a window that has failed was measured."""
         if self.exactness is None and self._options.verify:
-            return unmeasured(self._trainer, "training ended before the window began again")
+            return unmeasured(self._parts.trainer, "training ended before the window began again")
         return self.exactness
 
     def warn(self) -> None:

@@ -28,8 +28,7 @@ class CutWindows(ABC):
     def __init__(self, parts: FitParts, cutter: Callable[[], BatchCutter]) -> None:
         self._parts = parts
         self._cutter = cutter
-        self._trainer = parts.progress.trainer
-        self._place = parts.progress.place
+        self._place = parts.place
         self.batches: list[KeptBatch] = []  # of the running window, as ``keep`` got them
         self._begun: tuple[Any, int] | None = None  # source and number of the running epoch; none before the first
         self._reads = False  # whether the loop has begun to read
