@@ -71,7 +71,7 @@ class SampleReader:
     def first(self) -> list[Any]:
         """The first samples of ``order``, read once; fewer if that is slow, none if it would leave a trace.
 
-        The very first is read twice: it must be the same again.
+        The second is read twice: it must be the same again.
         """
         if not self._are_by_index:
             return []
@@ -79,19 +79,17 @@ class SampleReader:
         if self.reads_lists:
             most -= sum(map(len, self._lists()))  # which ``reads_one_by_one`` reads besides
         one, *others = islice(self.order(), most)
-        # The first of all reads may draw other random numbers: so it is of another sample than those compared.
-        other = others[0] if others else one
-        one_again_and_others = [one, *others[1:]]
-        with closing(self._read(chain([other, one], self._in_time(one_again_and_others)))) as reads:
+        compared = others or [one]
+        with closing(self._read(chain([one, compared[0]], self._in_time(compared)))) as reads:
             first_three = list(islice(reads, 3))
             if len(first_three) < 3:
                 return []
-            sample_of_other, sample, sample_again = first_three
-            if not self._trusted and not same_values(sample, sample_again):
+            sample_of_one, sample, again = first_three  # the first of all reads may draw other random numbers
+            if not self._trusted and not same_values(sample, again):
                 return []
             if not others:
-                return [sample]
-            return [sample, sample_of_other, *reads]  # as in ``order``
+                return [again]
+            return [sample_of_one, again, *reads]
 
     def _in_time(self, indices: Iterable[Any]) -> Iterator[Any]:
         """Yield indices until reading takes too long, and note how long it takes.
