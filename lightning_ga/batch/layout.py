@@ -145,9 +145,14 @@ def _changed(path: str, node: Any) -> LayoutError:
     return uncuttable(f"{path} is of another kind than in the batches that were read before (now {kind})")
 
 
-def elements(sample: Any) -> int:
+def elements(sample: Any, *, text: bool = True) -> int:
     """Count the elements of all tensors, arrays, images, sequences and text in a sample of any structure."""
-    return sum(prod(shape) for _, shape in leaves(sample))
+    return sum(prod(shape) for _, shape in leaves(sample, text=text))
+
+
+def extents_by_axis(sample: Any, *, text: bool) -> dict[tuple[str, int], int]:
+    """Return the extents of every field of a sample, by its path and axis."""
+    return {(path, axis): extent for path, shape in leaves(sample, text=text) for axis, extent in enumerate(shape)}
 
 
 def leaves(sample: Any, *, text: bool = True) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -5,8 +5,10 @@ from functools import cached_property
 from itertools import chain, cycle, islice
 from typing import Any
 
+from torch.utils.data import default_collate
+
 from lightning_ga.batch.layout import elements, leaves
-from lightning_ga.loading.rebatch import collates, finishes_batches, has_own_collate
+from lightning_ga.loading.rebatch import collates, finishes_batches
 from lightning_ga.loading.sample_reader import SampleReader, anything_but_out_of_memory
 from lightning_ga.loading.shown_samples import ShownSamples
 from lightning_ga.memory.live_tensors import uncounted
@@ -45,8 +47,8 @@ class KnownSamples:
 
     @property
     def has_own_collate(self) -> bool:
-        """Whether collating may drop samples, or make tensors of text."""
-        return has_own_collate(self.loader)
+        """Whether collating may drop samples, or make tensors of text: torch's own function does not."""
+        return self.loader.collate_fn is not default_collate
 
     @property
     def can_be_read_apart(self) -> bool:
@@ -157,11 +159,7 @@ class KnownSamples:
 
     def takes_only_some(self, count: int) -> bool:
         """Return whether a batch of so many samples was seen to have fewer elements than batches of few predict."""
-        for example in self._extremes():
-            found, of_all = self._seen_and_expected(example, count)
-            if 0 < found < of_all:
-                return True
-        return False
+        return any(0 < found < of_all for found, of_all in self._seen_and_expected(count))
 
     def joins_batches(self, batch_size: int) -> bool:
         """Return whether two batches of so many samples were seen to make one: some functions take only the first.
@@ -173,22 +171,22 @@ class KnownSamples:
             return True
         if not self.can_be_read_apart or not self.examples:
             return False
-        for example in self._extremes():
-            found, of_all = self._seen_and_expected(example, 2 * batch_size)
-            if not found == of_all > 0:
-                return False
-        return True
+        return all(found == of_all > 0 for found, of_all in self._seen_and_expected(2 * batch_size))
 
-    def _extremes(self) -> list[Any]:
-        """Return the largest example, and the smallest, of which a function that takes so many tokens takes more."""
+    def _seen_and_expected(self, count: int) -> list[tuple[int, int]]:
+        """Return the growth of batches of the largest example, and of the smallest.
+
+        A function that takes so many tokens takes more of that one.
+        """
         if not self.has_own_collate or not self.examples:
             return []
         by_elements = sorted(self.examples, key=elements, reverse=True)
-        if elements(by_elements[0]) == elements(by_elements[-1]):
-            return by_elements[:1]
-        return [by_elements[0], by_elements[-1]]
+        extremes = by_elements[:1]
+        if elements(by_elements[-1]) < elements(by_elements[0]):
+            extremes.append(by_elements[-1])
+        return [self._growth(example, count) for example in extremes]
 
-    def _seen_and_expected(self, example: Any, count: int) -> tuple[int, int]:
+    def _growth(self, example: Any, count: int) -> tuple[int, int]:
         """Return the elements of a batch of ``count`` times one sample, and those that it has if all are taken.
 
         These follow from the growth from three samples to four; of a function that takes fewer than four, from that

@@ -71,7 +71,7 @@ class SampleReader:
     def first(self) -> list[Any]:
         """The first samples of ``order``, read once; fewer if that is slow, none if it would leave a trace.
 
-        The very first is read twice: it must be the same again.
+        The second is read twice: it must be the same again.
         """
         if not self._are_by_index:
             return []
@@ -79,19 +79,17 @@ class SampleReader:
         if self.reads_lists:
             most -= sum(map(len, self._lists()))  # which ``reads_one_by_one`` reads besides
         one, *others = islice(self.order(), most)
-        # The first of all reads may draw other random numbers: so it is of another sample than those compared.
-        other = others[0] if others else one
-        one_again_and_others = [one, *others[1:]]
-        with closing(self._read(chain([other, one], self._in_time(one_again_and_others)))) as reads:
+        compared = others or [one]
+        with closing(self._read(chain([one, compared[0]], self._in_time(compared)))) as reads:
             first_three = list(islice(reads, 3))
             if len(first_three) < 3:
                 return []
-            sample_of_other, sample, sample_again = first_three
-            if not self._trusted and not same_values(sample, sample_again):
+            sample_of_one, sample, again = first_three  # the first of all reads may draw other random numbers
+            if not self._trusted and not same_values(sample, again):
                 return []
             if not others:
-                return [sample]
-            return [sample, sample_of_other, *reads]  # as in ``order``
+                return [again]
+            return [sample_of_one, again, *reads]
 
     def _in_time(self, indices: Iterable[Any]) -> Iterator[Any]:
         """Yield indices until reading takes too long, and note how long it takes.
@@ -115,7 +113,10 @@ class SampleReader:
         if self._moved_by_reading():
             return
         lists = map(list, zip(indices))
-        with uncounted(), self.fetched(lists, self._reseeding) as reads:  # samples lie on the host
+        with (
+            uncounted(),
+            self.fetched(lists, partial(_then_reseeded, self.loader.dataset)) as reads,
+        ):  # samples lie on the host
             for samples in until_error(reads):
                 if not isinstance(samples, (list, tuple)) or len(samples) != 1:
                     return  # ``__getitems__`` returns a batch
@@ -123,11 +124,6 @@ class SampleReader:
 
     def _moved_by_reading(self) -> list[Any]:
         return moved_by_reading(self.loader.dataset, in_workers=self.loader.num_workers > 0)
-
-    @property
-    def _reseeding(self) -> Callable[[Any], Any]:
-        """A function that returns what was read; every read but the first draws the same random numbers."""
-        return partial(_then_reseeded, self.loader.dataset)
 
     @contextmanager
     def fetched(
@@ -190,7 +186,7 @@ class SampleReader:
         if not self._are_by_index or not self.reads_lists or self._moved_by_reading():
             return True
         lists = self._lists()
-        with uncounted(), self.fetched(lists, self._reseeding) as reads:
+        with uncounted(), self.fetched(lists, partial(_then_reseeded, self.loader.dataset)) as reads:
             found = attempt(list, anything_but_out_of_memory, reads).result or []
         if not found or not all(isinstance(samples, (list, tuple)) for samples in found):
             return True  # an error is left to training; a batch has no samples to look at
@@ -217,6 +213,7 @@ def until_error(reads: Iterator[T]) -> Iterator[T]:
 
 
 def _then_reseeded(dataset: Any, samples: Any) -> Any:
+    """Return what was read; every read but the first draws the same random numbers."""
     reseed(0, generators_in(reached_from(dataset)))
     return samples
 

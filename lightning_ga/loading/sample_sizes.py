@@ -14,14 +14,14 @@ from math import ceil
 from operator import index
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, default_collate
 
-from lightning_ga.batch.layout import leaves
+from lightning_ga.batch.layout import extents_by_axis
 from lightning_ga.errors import UserError
 from lightning_ga.loading.known_samples import KnownSamples
 from lightning_ga.loading.largest import SAMPLES_KEPT
 from lightning_ga.loading.orders import Order
-from lightning_ga.loading.rebatch import has_own_collate, length_of
+from lightning_ga.loading.rebatch import length_of
 from lightning_ga.loading.sample_reader import SAMPLES_AT_ONCE, SampleReader
 from lightning_ga.loading.sampler import listed
 from lightning_ga.loading.trial_batches import BatchCutter, TrialBatches
@@ -121,8 +121,8 @@ class SampleSizes:
             return array("q", sizes)
 
     def _read_shapes(self, indices: Sequence[Any]) -> "array[int]":
-        text = has_own_collate(self._loader)
-        with self._measured(indices, partial(_extents, text=text)) as extents:
+        text = self._loader.collate_fn is not default_collate
+        with self._measured(indices, partial(extents_by_axis, text=text)) as extents:
             if self._shared is not None:
                 return array("q", map(self._shared.size, extents))
             self._shared, sizes = _read_shared(extents)
@@ -219,10 +219,6 @@ def _by_name(sample: Any, *, name: str) -> int:
     if value is None:
         raise UserError(f"size_of={name!r} is neither an attribute of the dataset nor of a sample, nor a key of one.")
     return _size(value, f"{name!r} names")
-
-
-def _extents(sample: Any, *, text: bool) -> dict[_Axis, int]:
-    return {(field, axis): extent for field, shape in leaves(sample, text=text) for axis, extent in enumerate(shape)}
 
 
 def _of_each(measure: Callable[[Any], Any], samples: Iterable[Any]) -> list[Any]:

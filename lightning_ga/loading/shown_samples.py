@@ -24,18 +24,16 @@ class ShownSamples:
 
     def __init__(self, loader: Any, most: int) -> None:
         with tempfile.NamedTemporaryFile(delete=False) as file:
-            self._file: Path | None = Path(file.name)
+            self._file = Path(file.name)
         weakref.finalize(self, self._file.unlink, missing_ok=True)
         self._samples: list[Any] = []
         self.loader = copy_loader(loader, collate_fn=partial(_collate_and_show, loader.collate_fn, self._file, most))
 
     def samples(self) -> list[Any]:
         """Return the samples; none before that batch has been collated, or if they cannot be pickled."""
-        written = self._file.read_bytes() if self._file is not None else b""
-        if self._file is not None and written:
+        if self._file.exists() and not _is_awaited(self._file):
+            self._samples = attempt(pickle.loads, lambda _: True, self._file.read_bytes()).result or []
             self._file.unlink()
-            self._file = None
-            self._samples = attempt(pickle.loads, lambda _: True, written).result or []
         return self._samples
 
 

@@ -6,12 +6,11 @@ These leave no trace in dataset, collate function or random numbers.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from math import prod
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_ga.batch.layout import HookLayout, Layout, leaves
+from lightning_ga.batch.layout import HookLayout, Layout, elements
 from lightning_ga.batch.pytree import REMEDY, LayoutError, open_container, tensors_in
 from lightning_ga.batch.read_layout import (
     FAR_MORE,
@@ -288,7 +287,7 @@ def _spread_over(ordered: Sequence[Any], count: int) -> list[Any]:
 
 def _traits(sample: Any) -> tuple[float, ...]:
     """Return traits in which samples differ: number of elements, ignored numbers, and labels."""
-    size = sum(prod(shape) for _, shape in leaves(sample, text=False))
+    size = elements(sample, text=False)
     ignored = 0
     labels = 0.0
     for tensor in tensors_in(sample):

@@ -66,7 +66,7 @@ def test_no_more_are_read_of_a_dataset_that_reads_lists() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_few_samples_are_read_and_the_first_of_them_twice(workers: int) -> None:
+def test_few_samples_are_read_and_one_of_them_twice(workers: int) -> None:
     """From all over the dataset, with its first and its last."""
     data = Counting()
     samples = KnownSamples(DataLoader(data, 8, num_workers=workers))
