@@ -30,7 +30,6 @@ from lightning_ga.app.terminal import Interrupted, is_first_rank, report_error, 
 from lightning_ga.errors import UserError
 
 TRACEBACK = "--traceback"
-FULL_ERROR = "HYDRA_FULL_ERROR"
 
 
 class FailedJobError(Exception):
@@ -51,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if "--version" in arguments:  # Hydra's parser would print its own
         print(f"lightning_ga {version('lightning_ga')}")
         return
-    show_traceback = TRACEBACK in arguments or os.environ.get(FULL_ERROR) == "1"
+    show_traceback = TRACEBACK in arguments
     try:
         check_words(arguments, options())
         arguments = in_order([argument for argument in arguments if argument != TRACEBACK])
@@ -85,7 +84,6 @@ def run_hydra(arguments: Sequence[str], show_traceback: bool) -> None:
         parsing.stop()
         own = HydraConfig.get()
         is_sweep = own.mode == RunMode.MULTIRUN
-        os.environ.pop(FULL_ERROR, None)  # which processes of other ranks would get
         try:
             return run_job(cfg, given)
         except Exception as error:
@@ -96,17 +94,14 @@ def run_hydra(arguments: Sequence[str], show_traceback: bool) -> None:
             if is_sweep:
                 raise FailedJobError from error
             raise SystemExit(1) from None  # within the job: Hydra would add a line of its own
-        finally:
-            os.environ[FULL_ERROR] = "1"
 
-    os.environ[FULL_ERROR] = "1"  # Hydra then raises errors, and prints nothing
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises errors, and prints nothing
     parsing.start()
     try:
         with patch.object(sys, "argv", [sys.argv[0], *given]):
             hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="train")(job)()
     finally:
         parsing.stop()
-        os.environ.pop(FULL_ERROR, None)
         ran: Any = HydraConfig.instance().cfg  # in this process if other processes ran the jobs, too: OwnFolder sets it
         if ran is not None and ran.hydra.mode == RunMode.MULTIRUN:
             from lightning_ga.app.sweep_report import report_sweep  # imports matplotlib: not before it is needed

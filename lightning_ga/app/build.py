@@ -33,13 +33,7 @@ from lightning_ga.checkpoints import AtomicCheckpointIO
 from lightning_ga.elastic import CheckpointEvery
 from lightning_ga.errors import UserError
 
-GET = "hydra.utils.get_method"
-SHORT_NAMES = {  # where names without dots are looked for, by key of the section accumulate
-    "normalize": "lightning_ga.counters",
-    "effective_batch_size": "lightning_ga.schedule",
-    "accumulate": "lightning_ga.schedule",
-}
-NO_VALUES = {"Schedule", "ScheduleLike", "as_schedule", "count_items"}  # of the public names of these modules
+HOMES = ("lightning_ga.counters", "lightning_ga.schedule")  # of names without dots in the section accumulate
 
 
 class BuiltRun(NamedTuple):
@@ -133,26 +127,24 @@ def keep_effective_batch(cfg: DictConfig) -> None:
 
 def use_full_names(section: Any) -> None:
     """Let ``accumulate.normalize=TargetTokens`` and ``{_target_: linear, …}`` name what ``lightning_ga`` has."""
-    for key, home in SHORT_NAMES.items():
-        value = section.get(key)
+    normalize = section.get("normalize")
+    if isinstance(normalize, str) and normalize != "samples":
+        path = full_name(normalize)
+        section.normalize = {"_target_": path}
+        if not isclass(found_at("accumulate.normalize", path)):
+            section.normalize = {"_target_": "hydra.utils.get_method", "path": path}
+    for key in section:
+        value = section[key]
         if OmegaConf.is_dict(value) and isinstance(value.get("_target_"), str):
-            section[key] = {**value, "_target_": full_name(f"accumulate.{key}", value["_target_"], home)}
-        elif key == "normalize" and isinstance(value, str) and value != "samples":
-            path = full_name("accumulate.normalize", value, home)
-            if isclass(found_at("accumulate.normalize", path)):
-                section.normalize = {"_target_": path}
-            else:
-                section.normalize = {"_target_": GET, "path": path}
+            value["_target_"] = full_name(value["_target_"])
 
 
-def full_name(key: str, name: str, home: str) -> str:
-    """The name with its module; one without dots must be a public name of the package."""
-    if "." in name:
-        return name
-    known = sorted({*import_module(home).__all__} - NO_VALUES)
-    if name not in known:
-        raise UserError(f"{key}={name} is none of {', '.join(known)}: write one of these, or my_package.NAME.")
-    return f"{home}.{name}"
+def full_name(name: str) -> str:
+    """The name with its module, if it is a public one of the package."""
+    for home in HOMES:
+        if name in import_module(home).__all__:
+            return f"{home}.{name}"
+    return name
 
 
 def starts_processes(cfg: DictConfig) -> bool:

@@ -135,14 +135,10 @@ def is_picture(value: Any) -> bool:
 
 
 def labels_in(batch: Any, samples: int) -> Tensor | None:
-    """The labels of a batch, one whole number a sample; of mixed ones, rows of probabilities, the largest."""
+    """The labels of a batch, one whole number a sample; targets that are mixed are none."""
     for part in parts_of(batch):
-        if not samples or not isinstance(part, Tensor) or part.shape[:1] != (samples,):
-            continue
-        if part.dim() == 1 and not part.is_floating_point():
+        if samples and isinstance(part, Tensor) and part.shape == (samples,) and not part.is_floating_point():
             return part.long().cpu()
-        if part.dim() == 2 and bool((part.sum(dim=1) - 1).abs().max() < 1e-3):
-            return part.argmax(dim=1).cpu()
     return None
 
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from html import escape
 from io import StringIO
-from itertools import chain
 from operator import itemgetter
 from typing import Any
 
@@ -17,7 +16,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import LogLocator, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 from sklearn.metrics import ConfusionMatrixDisplay
 
 from lightning_ga.app.run_files import Curve
@@ -38,11 +37,12 @@ STYLES = {  # words, colour, line and mark of a stage's curves, by the beginning
 NAME = re.compile(
     r"^(?:train|training|val|valid|validation|test)[/_.-](?=.)|_(?:step|epoch)(?=$|/dataloader_idx)|/dataloader_idx_\d+$"
 )
-MOST_MARKS = 40  # points of a curve that are marked
+MOST_MARKS = 40  # about so many points of a curve are marked
 MOST_CLASSES = 20  # of a confusion matrix with numbers
 RING: Mapping[str, Any] = {"s": 170, "facecolors": "none", "edgecolors": "black", "linewidths": 1.5, "zorder": 4}
 WIDE_RANGE = 10  # times the lowest value of a sweep: the axis is logarithmic
-WIDE = 2.5  # times the highest value: a budget above is a text, not a line
+WIDE = 2  # times the highest value are shown: a budget above is seen in the legend alone
+MIB = 2**20
 
 
 def measure_of(name: str) -> str:
@@ -96,11 +96,8 @@ def set_style(line: Line2D, name: str, points: int) -> None:
     """Give a curve the colour, line, marks and label of its stage."""
     beginning = next(filter(name.startswith, STYLES))
     words, color, dashes, mark = STYLES[beginning]
-    line.set(color=color, linestyle=dashes, label=words + brief(name))
-    if points == 1:
-        line.set_linestyle("")
-    if points <= MOST_MARKS:
-        line.set_marker(mark)
+    every = 1 + points // MOST_MARKS
+    line.set(color=color, linestyle=dashes, marker=mark, markevery=every, label=words + brief(name))
 
 
 def confusion_figure(counts: Sequence[Sequence[int]], names: Sequence[str]) -> Figure:
@@ -124,13 +121,9 @@ def sweep_figure(settings: Sequence[str], values: Sequence[float], key: str, met
     places: Sequence[Any] = [*map(brief, settings)]
     with suppress(ValueError):  # of words, which stand side by side
         places = [*map(float, settings)]
-        if is_wide(places):
+        if 0 < WIDE_RANGE * min(places) <= max(places):
             axes.set_xscale("log")
             axes.xaxis.set_major_formatter("{x:g}")
-    if is_wide(values):
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
     axes.scatter(places, values, s=40)
     axes.scatter(places[:1], values[:1], label=f"best: {number(values[0])}", **RING)
@@ -140,50 +133,30 @@ def sweep_figure(settings: Sequence[str], values: Sequence[float], key: str, met
     return figure
 
 
-def is_wide(values: Sequence[float]) -> bool:
-    """Whether values differ so much that their axis has to be logarithmic."""
-    return min(values) > 0 and max(values) >= WIDE_RANGE * min(values)
-
-
 def probe_figure(probe: ProbeResult) -> Figure:
     """Memory by micro-batch: predicted and measured peaks, the budget and the limit."""
-    figure, axes = framed(4.2)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    points = points_of(probe)
-    limit = (probe.limit, probe.peak_bytes)
-    highest = max(peak for _, peak in [limit, *chain.from_iterable(points.values())])
-    budget = f"budget {format_bytes(probe.budget_bytes)}"
-    is_far_above = probe.budget_bytes > WIDE * highest
-    top = highest if is_far_above else max(highest, probe.budget_bytes)
-    unit, scale = ("GiB", 2**30) if top >= 2**30 else ("MiB", 2**20)
-    height = probe.budget_bytes
-    if is_far_above:
-        height = round(1.05 * highest)
-        budget += ", far above"
-    else:
-        axes.axhline(height / scale, color="dimgray", linewidth=1, linestyle="--")
-    axes.text(0.01, height / scale, budget, transform=axes.get_yaxis_transform(), va="bottom", color="dimgray")
-    for (label, pairs), style in zip(points.items(), ("C0-", "C2o", "C3X", "kx:")):
-        if pairs:
-            sizes, bytes_of_sizes = np.array(pairs).T
-            axes.plot(sizes, bytes_of_sizes / scale, style, linewidth=2, label=label)
-    label = f"limit: {probe.limit}, {format_bytes(probe.peak_bytes)}"
-    axes.scatter([probe.limit], [probe.peak_bytes / scale], label=label, **RING)
-    axes.legend(frameon=False, loc="lower right")
-    axes.set(xlabel="micro-batch, samples", ylabel=f"peak memory, {unit}", xlim=(0, None), ylim=(0, 1.15 * top / scale))
-    axes.set_title(f"Limit of the micro-batch: {counted(probe.limit, 'sample')}")
-    return figure
-
-
-def points_of(probe: ProbeResult) -> dict[str, list[tuple[int, int]]]:
-    """Sizes and peaks in bytes, by what is known of them."""
     points = {"predicted peak": [*probe.curve], "measured, fits": [], "does not fit": []}
     for trial in probe.trials:
         label = "measured, fits" if trial.fits else "does not fit"
         points[label].append((trial.micro_batch_size, trial.peak_bytes))
     if probe.recomputed is not None:
         points["without computing again"] = [(0, 0), (probe.recomputed.samples, probe.recomputed.plain_bytes)]
-    return points
+    figure, axes = framed(4.2)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for (label, pairs), style in zip(points.items(), ("C0-", "C2o", "C3X", "kx:")):
+        if pairs:
+            sizes, peaks = np.array(pairs).T
+            axes.plot(sizes, peaks / MIB, style, linewidth=2, label=label)
+    label = f"limit: {probe.limit}, {format_bytes(probe.peak_bytes)}"
+    axes.scatter([probe.limit], [probe.peak_bytes / MIB], label=label, **RING)
+    highest = axes.dataLim.ymax
+    budget = probe.budget_bytes / MIB
+    axes.axhline(budget, color="dimgray", linestyle="--", label=f"budget {format_bytes(probe.budget_bytes)}")
+    axes.legend(frameon=False, loc="lower right")
+    top = 1.15 * max(highest, min(budget, WIDE * highest))  # a budget far above is in the legend alone
+    axes.set(xlabel="micro-batch, samples", ylabel="peak memory, MiB", xlim=(0, None), ylim=(0, top))
+    axes.set_title(f"Limit of the micro-batch: {counted(probe.limit, 'sample')}")
+    return figure
 
 
 def framed(height: float) -> tuple[Figure, Axes]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
 from PIL import Image
@@ -253,8 +254,7 @@ class ImageData(Loaded):
         return partial(mixed, v2.RandomChoice(mixers))
 
     def _per_channel(self, value: float | Sequence[float]) -> list[float]:
-        if isinstance(value, int | float):
-            return [value] * self.channels
-        if len(value) == self.channels:
-            return list(value)
-        return [sum(value) / len(value)] * self.channels
+        values = np.ravel(value)
+        if len(values) == self.channels:
+            return [*values.tolist()]
+        return [float(values.mean())]  # which ``Normalize`` takes for every channel

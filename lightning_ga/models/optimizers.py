@@ -3,7 +3,6 @@
 Tested in tests/models/test_timm_optimizers.py.
 """
 
-from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -29,14 +28,10 @@ def timm_optimizer(
         **options: Further arguments of ``create_optimizer_v2``, such as ``weight_decay`` or ``betas``.
 
     Raises:
-        UserError: For an unknown name, with the nearest ones, and for parameters in place of a module.
+        UserError: For parameters in place of a module.
     """
     if not isinstance(model, nn.Module):
         raise UserError("optimizer=timm groups parameters by their names: call it with the module, optimizer(self).")
-    known = [*map(str, optim.list_optimizers())]  # type: ignore[attr-defined]
-    if name.lower() not in known:
-        nearest = ", ".join(get_close_matches(name.lower(), known, n=3, cutoff=0.4))
-        raise UserError(f"optimizer.name={name} is none of timm's; the nearest names: {nearest or ', '.join(known)}.")
     optimizer: torch.optim.Optimizer
     optimizer = optim.create_optimizer_v2(model, name, lr=lr, layer_decay=layer_decay, **options)  # type: ignore[attr-defined]
     for group in optimizer.param_groups:

@@ -1,8 +1,7 @@
 """Any model of the timm library as a classifier."""
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -68,9 +67,9 @@ def build_timm(name: str, *, image_size: int = 224, pretrained: bool = False, **
     arguments = timm_arguments(name, image_size, arguments)
     if not pretrained:
         return timm.create_model(name, **arguments)
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # not each of its retries: the error says it all
     try:
-        with quiet_hub():
-            return timm.create_model(name, pretrained=True, **arguments)
+        return timm.create_model(name, pretrained=True, **arguments)
     except OSError as error:  # every error of huggingface_hub is one
         reason = str(error).strip().partition("\n")[0]
         raise UserError(
@@ -85,15 +84,3 @@ def timm_arguments(name: str, image_size: int, arguments: Mapping[str, Any]) -> 
     if config is None or not config.fixed_input_size:
         return dict(arguments)
     return {"img_size": image_size, **arguments}
-
-
-@contextmanager
-def quiet_hub() -> Iterator[None]:
-    """A context in which the hub's client does not print each of its retries: the error at the end says it all."""
-    logger = logging.getLogger("huggingface_hub")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

@@ -75,10 +75,10 @@ def test_other_tests_show_no_samples(tmp_path, outputs, labels):
 
 
 def test_the_first_training_batch_is_shown_as_the_model_sees_it(tmp_path):
-    """With its labels, the largest of mixed ones; later batches show nothing."""
+    """With its labels, but for mixed ones; later batches show nothing."""
     kept, images = Pictures(tmp_path), torch.rand(2, 3, 8, 12)
-    kept.on_train_batch_start(trainer(), None, (images, torch.tensor([[0.75, 0.25, 0.0], [0.0, 1.0, 0.0]])), 0)
-    kept.on_train_batch_start(trainer(), None, (images, torch.arange(2)), 1)
+    kept.on_train_batch_start(trainer(), None, (images, torch.arange(2)), 0)
+    kept.on_train_batch_start(trainer(), None, (images, torch.ones(2, dtype=torch.int64)), 1)
     kept.teardown(trainer(is_global_zero=False), None, "fit")
     assert not (tmp_path / "pictures.json").exists(), "of another rank"
     kept.teardown(trainer(), None, "fit")
@@ -128,7 +128,7 @@ def test_pictures_are_found_by_their_shape():
     ):
         assert len(pictures_in(batch)) == count, batch
     assert labels_in((odd, targets), 2) is None
-    assert labels_in((images, 1 + torch.rand(4, 3)), 4) is None, "no probabilities"
+    assert labels_in((images, 1 + torch.rand(4, 3)), 4) is None, "mixed ones"
 
 
 def test_any_picture_becomes_a_small_png():
