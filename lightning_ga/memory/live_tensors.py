@@ -25,6 +25,8 @@ _CREATES = (torch.ops.aten.lift_fresh.default, torch.ops.aten.resize_.default, t
 # Adds to a sparse tensor in place by making its parts anew: how backward passes accumulate sparse gradients.
 _ADDS = torch.ops.aten.add_.Tensor
 
+_ALONE = 2  # references to a storage that only one tensor has: its own, and that of the object in Python
+
 
 class HeldStorage(weakref.ref[torch.UntypedStorage]):
     """A known storage: its bytes, and whether they are counted."""
@@ -180,7 +182,6 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _see(self, outputs: Iterable[Tensor], func: Any, args: Any, kwargs: Any) -> None:
         """Count the storages of an operation's outputs, except older ones that do not count."""
-        older: set[int] | None = None
         for tensor in outputs:
             storage = _storage_of(tensor)
             if storage is None:
@@ -194,9 +195,9 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if held.counts and held.size != storage.nbytes():
                     self._resize(storage, held)
                 continue
-            if older is None:
-                older = set() if func in _CREATES else _taken(args, kwargs)
-            counts = storage._cdata not in older and self._counts(tensor) and not _uncounted.get()
+            is_new = torch._C._storage_Use_Count(storage._cdata) == _ALONE or func in _CREATES
+            is_new = is_new or storage._cdata not in _taken(args, kwargs)
+            counts = is_new and self._counts(tensor) and not _uncounted.get()
             held = self._hold(storage, counts=counts)
             if counts:
                 self._check(held.size)

@@ -142,14 +142,12 @@ class StepRecorder(LiveTensorMeter):  # type: ignore[no-untyped-call]
             recording.origins[number] = Origin("forward", "", recording.kinds.pop(held.key))
 
     def _origin(self) -> Origin:
-        operation, is_loss = self._operation
-        kind = holder.LOGITS if is_loss else ""
         if torch._C._current_graph_task_id() != -1:
             self._was_backward = True
-            return Origin("backward", operation, kind)
+            return _made_in("backward", *self._operation)
         # Marks cannot tell this: Lightning runs forward and backward passes in a closure, inside the optimizer's step.
         updates = self._was_backward and not torch.is_grad_enabled()
-        return Origin("update" if updates else "forward", operation, kind)
+        return _made_in("update" if updates else "forward", *self._operation)
 
 
 def state_of(tensors: Iterable[Tensor], optimizers: Iterable[Optimizer]) -> dict[str, list[Tensor]]:
@@ -168,3 +166,9 @@ def _described(operation: Any) -> tuple[str, bool]:
     """Return the name of an operation, and whether it is one of a loss of logits."""
     name = str(operation).removeprefix("aten.").split(".")[0].strip("_")
     return name, name.startswith(_LOSSES)
+
+
+@cache
+def _made_in(phase: str, operation: str, is_loss: bool) -> Origin:
+    """Return the origin of what an operation makes, the same object whenever it does."""
+    return Origin(phase, operation, holder.LOGITS if is_loss else "")
