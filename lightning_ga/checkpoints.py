@@ -7,11 +7,12 @@ import os
 import re
 import zipfile
 from collections import OrderedDict
+from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from fsspec.core import url_to_fs  # type: ignore[import-untyped] # it ships no types
@@ -49,18 +50,7 @@ class AtomicCheckpointIO(TorchCheckpointIO, LegacyTorchCheckpointIO):
         if not isinstance(system, LocalFileSystem) or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        place = Path(local)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        part = place.with_name(place.name + PART)
-        try:
-            with part.open("wb") as file:
-                torch.save(checkpoint, file)
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(place)
-        except BaseException:
-            part.unlink(missing_ok=True)
-            raise
+        write_whole(Path(local), partial(torch.save, checkpoint))
 
     def _loadable(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Return a checkpoint without the hyperparameters that would not load, and name them once."""
@@ -83,6 +73,21 @@ class AtomicCheckpointIO(TorchCheckpointIO, LegacyTorchCheckpointIO):
                 f"load_from_checkpoint(PATH, {', '.join(f'{name}=…' for name in names)})."
             )
         return loadable
+
+
+def write_whole(place: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Let ``write`` write a file, which is flushed and then gets its name, or is removed after an error."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    part = place.with_name(place.name + PART)
+    try:
+        with part.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(place)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def loads(value: Any) -> bool:

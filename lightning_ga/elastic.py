@@ -6,7 +6,6 @@ its Trainer, the newest whole checkpoint, and checkpoints every few windows that
 
 import io
 import os
-import pickle
 import re
 import shutil
 import signal
@@ -19,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.storage import TypedStorage
 
-from lightning_ga.checkpoints import PART, AtomicCheckpointIO
+from lightning_ga.checkpoints import PART, AtomicCheckpointIO, write_whole
 from lightning_ga.checkpoints import newest_checkpoint as newest_checkpoint
 from lightning_ga.compat import patching, ranks
 from lightning_ga.compat.patching import Callback
@@ -201,11 +199,12 @@ class BackgroundWriter(AtomicCheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Copy the checkpoint, and write it in the thread once the one before is written."""
         self.wait()
-        copied = host_copy(self._loadable(checkpoint))
-        self._writing = self._thread.submit(self._write, copied, whole_name(Path(path)))
+        copy = io.BytesIO()
+        torch.save(self._loadable(checkpoint), copy)
+        self._writing = self._thread.submit(self._write, copy, whole_name(Path(path)))
 
-    def _write(self, checkpoint: dict[str, Any], path: Path) -> None:
-        super().save_checkpoint(checkpoint, path)
+    def _write(self, copy: io.BytesIO, path: Path) -> None:
+        write_whole(path, lambda file: file.write(copy.getbuffer()))
         keep_latest(path)
 
     def wait(self) -> None:
@@ -218,37 +217,6 @@ class BackgroundWriter(AtomicCheckpointIO):
     def __reduce__(self) -> Any:
         """Return how other processes and copies make theirs: with a thread of its own."""
         return type(self), ()
-
-
-def host_copy(checkpoint: dict[str, Any]) -> Any:
-    """Return a copy that training does not change, in the host's memory: also of objects in the checkpoint.
-
-    All is pickled as by ``torch.save``, but for the storages of tensors: each is copied once, if several share it.
-    """
-    # By address, which no other storage gets meanwhile: the pickler keeps the tensor.
-    copies: dict[int, torch.UntypedStorage] = {}
-
-    def stand_in(value: Any) -> tuple[int, torch.dtype] | None:
-        if not isinstance(value, TypedStorage):
-            return None
-        storage = value._untyped_storage
-        if storage._cdata not in copies:
-            host: torch.UntypedStorage = torch.UntypedStorage(storage.nbytes())  # type: ignore[no-untyped-call]
-            copies[storage._cdata] = host.copy_(storage)
-        return storage._cdata, value.dtype
-
-    def copy_of(stands_in: tuple[int, torch.dtype]) -> TypedStorage:
-        address, dtype = stands_in
-        return TypedStorage(wrap_storage=copies[address], dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
-
-    file = io.BytesIO()
-    pickler: Any = pickle.Pickler(file, pickle.HIGHEST_PROTOCOL)
-    pickler.persistent_id = stand_in
-    pickler.dump(checkpoint)
-    file.seek(0)
-    unpickler: Any = pickle.Unpickler(file)
-    unpickler.persistent_load = copy_of
-    return unpickler.load()
 
 
 def whole_name(part: Path) -> Path:
