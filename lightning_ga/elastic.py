@@ -93,19 +93,12 @@ class CheckpointEvery(Callback):
         self._is_time = match[2] != ""
         self._folder = Path(dirpath)
         self._writer = BackgroundWriter()
-        self._saved_at = 0.0  # in seconds
-        self._saved_step = 0
-        self._step = 0  # of the latest window that is done
-        self._ends = False  # whether SIGTERM has come
-        self._all_end = False  # whether it has come on any rank
-        self._is_due = False
-        self._restored: dict[str, Any] = {}  # facts of the run in a checkpoint
         self._facts: dict[str, Any] = {}
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Come last, so that the other callbacks are saved as they are after the window; forget the fit before."""
         trainer.callbacks = [*(other for other in trainer.callbacks if other is not self), self]
-        self._restored = {}
+        self._restored: dict[str, Any] = {}  # facts of the run in a checkpoint
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Compare the run with its checkpoint, and count from here."""
@@ -117,10 +110,10 @@ class CheckpointEvery(Callback):
         steps = ranks.of_all_ranks(trainer, trainer.global_step)
         if len({*steps}) > 1:
             raise UserError(f"Ranks resume from steps {steps}: all hosts must share the folder of the checkpoints.")
-        self._step = trainer.global_step
+        self._step: int = trainer.global_step  # of the latest window that is done
         self._note_saved()
-        self._ends = False
-        self._all_end = False
+        self._ends = False  # whether SIGTERM has come
+        self._all_end = False  # whether it has come on any rank
         with suppress(ValueError):  # not the main thread
             signal.signal(signal.SIGTERM, self._note_end)  # until Lightning puts the handlers back, after the fit
 
