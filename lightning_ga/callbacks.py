@@ -40,9 +40,7 @@ class NoiseScale(Callback):
     def __init__(self, windows: int = 64) -> None:
         self._moments: deque[tuple[float, float]] = deque(maxlen=windows)
         self._passes: list[tuple[float, torch.Tensor]] = []
-        self._gradients: Any = None  # of the running fit
         self._scale = 0.0  # of the gradients in the backward pass that runs; none outside of training's passes
-        self._norms: list[torch.nn.Parameter] = []
         self._handles: list[Any] = []
 
     @property
@@ -53,14 +51,14 @@ class NoiseScale(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Refuse what cannot be measured, and watch the gradients of normalisation layers."""
         fit: Any = next((each._fit for each in trainer.callbacks if isinstance(each, AutoAccumulate)), None)
-        self._norms = []
+        self._norms: list[torch.nn.Parameter] = []
         for layer in pl_module.modules():
             if isinstance(layer, NORMS):
                 self._norms += [each for each in layer.parameters(recurse=False) if each.requires_grad]
         problem = self._problem(trainer, pl_module, fit)
         if problem is not None:
             raise UserError(f"NoiseScale cannot measure here: {problem}.")
-        self._gradients = fit.parts.gradients
+        self._gradients: Any = fit.parts.gradients
         self._handles = [each.register_hook(self._add) for each in self._norms]  # type: ignore[no-untyped-call]
 
     def _problem(self, trainer: Any, module: Any, fit: Any) -> str | None:

@@ -3,14 +3,16 @@
 Lightning flushes nothing, and moves a file from the folder of temporary files, which may lie on another disk.
 """
 
-import io
 import os
 import re
 import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, BinaryIO
 
 import torch
 from fsspec.core import url_to_fs  # type: ignore[import-untyped] # it ships no types
@@ -18,19 +20,23 @@ from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning_fabric.plugins import TorchCheckpointIO as LegacyTorchCheckpointIO
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.nn import Parameter
 
 from lightning_ga.errors import UserError
 
 PART = ".part"  # suffix of a file that is being written; a search for the last checkpoint ignores it
 RECORD = "meta.pt"  # of a sharded checkpoint: Lightning writes it after all shards (strategies/fsdp.py, 2.6.6)
+PLAIN = (NoneType, bool, int, float, complex, str, bytes, Tensor, Parameter, torch.dtype, torch.device, torch.Size)
 HYPERPARAMETERS = {"hyper_parameters", "datamodule_hyper_parameters"}
 
 
 class AtomicCheckpointIO(TorchCheckpointIO, LegacyTorchCheckpointIO):
     """Writes checkpoints that are never torn: to ``NAME.ckpt.part``, which is flushed and then renamed.
 
-    Remote paths are left to Lightning. Hyperparameters that ``weights_only=True`` refuses are left out, and named once;
-    partials and classes, such as an optimizer of a configuration, without a word: nothing that was trained is in them.
+    Remote paths are left to Lightning. Hyperparameters are left out, and named once, if they are not made of plain
+    values and tensors alone, which ``weights_only=True`` loads; partials and classes, such as an optimizer of a
+    configuration, without a word: nothing that was trained is in them.
     """
 
     def __init__(self) -> None:
@@ -44,18 +50,7 @@ class AtomicCheckpointIO(TorchCheckpointIO, LegacyTorchCheckpointIO):
         if not isinstance(system, LocalFileSystem) or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        place = Path(local)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        part = place.with_name(place.name + PART)
-        try:
-            with part.open("wb") as file:
-                torch.save(checkpoint, file)
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(place)
-        except BaseException:
-            part.unlink(missing_ok=True)
-            raise
+        write_whole(Path(local), partial(torch.save, checkpoint))
 
     def _loadable(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Return a checkpoint without the hyperparameters that would not load, and name them once."""
@@ -64,12 +59,11 @@ class AtomicCheckpointIO(TorchCheckpointIO, LegacyTorchCheckpointIO):
         for group in HYPERPARAMETERS & checkpoint.keys():
             loadable[group] = {}
             for name, value in dict(checkpoint[group]).items():
-                if (group, str(name)) in self._left_out:  # a network takes long to try
-                    continue
                 if loads(value):
                     loadable[group][name] = value
                 elif not isinstance(value, partial | type):
                     left_out.add((group, str(name)))
+        left_out -= self._left_out
         if left_out:
             self._left_out |= left_out
             names = sorted({name for _, name in left_out})
@@ -81,25 +75,28 @@ class AtomicCheckpointIO(TorchCheckpointIO, LegacyTorchCheckpointIO):
         return loadable
 
 
-def loads(value: Any) -> bool:
-    """Return whether a value that is saved loads with ``weights_only=True``.
-
-    Plain ones do. Only others are tried, because ``torch.save`` turns Ctrl-C into an error, which is lost here.
-    """
-    if type(value) is dict:
-        return all(map(loads, (*value, *value.values())))
-    if type(value) in (list, tuple):
-        return all(map(loads, value))
-    if value is None or type(value) in (bool, int, float, str):
-        return True
-    file = io.BytesIO()
+def write_whole(place: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Let ``write`` write a file, which is flushed and then gets its name, or is removed after an error."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    part = place.with_name(place.name + PART)
     try:
-        torch.save(value, file)
-        file.seek(0)
-        torch.load(file, weights_only=True)
-    except Exception:  # picklers and what they call raise anything
-        return False
-    return True
+        with part.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(place)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def loads(value: Any) -> bool:
+    """Return whether a value is of tensors and plain values alone, which load with ``weights_only=True``."""
+    if type(value) in (dict, OrderedDict):
+        return all(map(loads, (*value, *value.values())))
+    if type(value) in (list, tuple, set):
+        return all(map(loads, value))
+    return type(value) in PLAIN
 
 
 def newest_checkpoint(folder: str | Path) -> Path | None:

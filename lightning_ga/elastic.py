@@ -6,7 +6,6 @@ its Trainer, the newest whole checkpoint, and checkpoints every few windows that
 
 import io
 import os
-import pickle
 import re
 import shutil
 import signal
@@ -19,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.storage import TypedStorage
 
-from lightning_ga.checkpoints import PART, AtomicCheckpointIO
+from lightning_ga.checkpoints import PART, AtomicCheckpointIO, write_whole
 from lightning_ga.checkpoints import newest_checkpoint as newest_checkpoint
 from lightning_ga.compat import patching, ranks
 from lightning_ga.compat.patching import Callback
@@ -95,19 +93,12 @@ class CheckpointEvery(Callback):
         self._is_time = match[2] != ""
         self._folder = Path(dirpath)
         self._writer = BackgroundWriter()
-        self._saved_at = 0.0  # in seconds
-        self._saved_step = 0
-        self._step = 0  # of the latest window that is done
-        self._ends = False  # whether SIGTERM has come
-        self._all_end = False  # whether it has come on any rank
-        self._is_due = False
-        self._restored: dict[str, Any] = {}  # facts of the run in a checkpoint
         self._facts: dict[str, Any] = {}
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Come last, so that the other callbacks are saved as they are after the window; forget the fit before."""
         trainer.callbacks = [*(other for other in trainer.callbacks if other is not self), self]
-        self._restored = {}
+        self._restored: dict[str, Any] = {}  # facts of the run in a checkpoint
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Compare the run with its checkpoint, and count from here."""
@@ -119,10 +110,10 @@ class CheckpointEvery(Callback):
         steps = ranks.of_all_ranks(trainer, trainer.global_step)
         if len({*steps}) > 1:
             raise UserError(f"Ranks resume from steps {steps}: all hosts must share the folder of the checkpoints.")
-        self._step = trainer.global_step
+        self._step: int = trainer.global_step  # of the latest window that is done
         self._note_saved()
-        self._ends = False
-        self._all_end = False
+        self._ends = False  # whether SIGTERM has come
+        self._all_end = False  # whether it has come on any rank
         with suppress(ValueError):  # not the main thread
             signal.signal(signal.SIGTERM, self._note_end)  # until Lightning puts the handlers back, after the fit
 
@@ -201,11 +192,12 @@ class BackgroundWriter(AtomicCheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Copy the checkpoint, and write it in the thread once the one before is written."""
         self.wait()
-        copied = host_copy(self._loadable(checkpoint))
-        self._writing = self._thread.submit(self._write, copied, whole_name(Path(path)))
+        copy = io.BytesIO()
+        torch.save(self._loadable(checkpoint), copy)
+        self._writing = self._thread.submit(self._write, copy, whole_name(Path(path)))
 
-    def _write(self, checkpoint: dict[str, Any], path: Path) -> None:
-        super().save_checkpoint(checkpoint, path)
+    def _write(self, copy: io.BytesIO, path: Path) -> None:
+        write_whole(path, lambda file: file.write(copy.getbuffer()))
         keep_latest(path)
 
     def wait(self) -> None:
@@ -218,37 +210,6 @@ class BackgroundWriter(AtomicCheckpointIO):
     def __reduce__(self) -> Any:
         """Return how other processes and copies make theirs: with a thread of its own."""
         return type(self), ()
-
-
-def host_copy(checkpoint: dict[str, Any]) -> Any:
-    """Return a copy that training does not change, in the host's memory: also of objects in the checkpoint.
-
-    All is pickled as by ``torch.save``, but for the storages of tensors: each is copied once, if several share it.
-    """
-    # By address, which no other storage gets meanwhile: the pickler keeps the tensor.
-    copies: dict[int, torch.UntypedStorage] = {}
-
-    def stand_in(value: Any) -> tuple[int, torch.dtype] | None:
-        if not isinstance(value, TypedStorage):
-            return None
-        storage = value._untyped_storage
-        if storage._cdata not in copies:
-            host: torch.UntypedStorage = torch.UntypedStorage(storage.nbytes())  # type: ignore[no-untyped-call]
-            copies[storage._cdata] = host.copy_(storage)
-        return storage._cdata, value.dtype
-
-    def copy_of(stands_in: tuple[int, torch.dtype]) -> TypedStorage:
-        address, dtype = stands_in
-        return TypedStorage(wrap_storage=copies[address], dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
-
-    file = io.BytesIO()
-    pickler: Any = pickle.Pickler(file, pickle.HIGHEST_PROTOCOL)
-    pickler.persistent_id = stand_in
-    pickler.dump(checkpoint)
-    file.seek(0)
-    unpickler: Any = pickle.Unpickler(file)
-    unpickler.persistent_load = copy_of
-    return unpickler.load()
 
 
 def whole_name(part: Path) -> Path:

@@ -4,6 +4,7 @@ import io
 import os
 import pickle
 import signal
+from collections import OrderedDict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ import pytorch_lightning
 import torch
 from command_lines import TINY
 from forks import forked
+from torch import nn
 
 from lightning_ga import AtomicCheckpointIO, UserError
+from lightning_ga.batch.pytree import same_values
 from lightning_ga.checkpoints import loads, newest_checkpoint, read_safely
 
 
@@ -26,8 +29,7 @@ def cut_off(number: int, *arguments: str) -> None:
     save, writes = torch.save, iter(range(1, number + 1))
 
     def cut(checkpoint: Any, file: Any, *more: Any, **settings: Any) -> None:
-        is_trial = isinstance(file, io.BytesIO)  # of a hyperparameter
-        if is_trial or next(writes) < number:
+        if next(writes) < number:
             return save(checkpoint, file, *more, **settings)
         whole = io.BytesIO()
         save(checkpoint, whole)
@@ -104,16 +106,32 @@ def test_a_file_that_would_run_code_is_refused(tmp_path):
 def test_hyperparameters_that_do_not_load_are_left_out(tmp_path):
     """Each is named once, with what it means, but for partials and classes; what the caller has stays as it is."""
     saver, path = AtomicCheckpointIO(), tmp_path / "a.ckpt"
-    given = {"lr": 0.1, "sizes": [1, 2], "optimizer": partial(torch.optim.SGD, lr=1), "net": torch.nn.Linear(1, 1)}
+    plain = {"lr": 0.1, "sizes": [1, {"deep": (torch.ones(2), None)}], "dtype": torch.half, "shape": torch.Size([3])}
+    given = {**plain, "optimizer": partial(torch.optim.SGD, lr=1), "net": torch.nn.Linear(1, 1)}
     given["scheduler"] = torch.optim.lr_scheduler.StepLR
     checkpoint = {"hyper_parameters": given, "datamodule_hyper_parameters": {"path": tmp_path}}
     with pytest.warns(UserWarning, match=r"hyperparameters net, path, .*, net=…, path=…\)"):
         saver.save_checkpoint(checkpoint, path)
     saver.save_checkpoint(checkpoint, path)  # a second warning would be an error
     saved = torch.load(path, weights_only=True)
-    assert saved == {"hyper_parameters": {"lr": 0.1, "sizes": [1, 2]}, "datamodule_hyper_parameters": {}}
-    assert len(given) == 5
-    assert not loads(lambda: 1)
+    assert saved.keys() == {"hyper_parameters", "datamodule_hyper_parameters"}
+    assert same_values(saved["hyper_parameters"], plain)
+    assert saved["datamodule_hyper_parameters"] == {}
+    assert given.keys() == {*plain, "optimizer", "net", "scheduler"}
+
+
+@pytest.mark.parametrize(
+    "value", [b"x", 1j, {1, 2}, OrderedDict(a=[1]), torch.device("cpu"), nn.Parameter(torch.ones(1))]
+)
+def test_what_is_kept_loads(value: Any, tmp_path: Path) -> None:
+    assert loads(value)
+    torch.save(value, tmp_path / "a.pt")
+    assert same_values(torch.load(tmp_path / "a.pt", weights_only=True), value)
+
+
+@pytest.mark.parametrize("value", [lambda: 1, Path("a"), [{"deep": Harmful()}], ({1: range(3)},)], ids=str)
+def test_what_would_not_load_is_not_kept(value: Any) -> None:
+    assert not loads(value)
 
 
 def leave(path, steps, **content):

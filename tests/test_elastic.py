@@ -5,6 +5,7 @@ import pickle
 import signal
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from lightning_ga import AutoAccumulate, UserError
-from lightning_ga.checkpoints import AtomicCheckpointIO
+from lightning_ga import AutoAccumulate, UserError, elastic
+from lightning_ga.checkpoints import write_whole
 from lightning_ga.elastic import BackgroundWriter, CheckpointEvery, newest_checkpoint, trainer_arguments
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "x"}
@@ -149,13 +150,12 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(t
     That of objects, too, and their tensors share memory as before.
     """
     begun = threading.Event()
-    save = AtomicCheckpointIO.save_checkpoint
 
-    def slow(self: Any, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+    def slow(place: Path, write: Callable[[Any], object]) -> None:
         assert begun.wait(60)
-        save(self, checkpoint, path, storage_options)
+        write_whole(place, write)
 
-    monkeypatch.setattr(AtomicCheckpointIO, "save_checkpoint", slow)
+    monkeypatch.setattr(elastic, "write_whole", slow)
 
     class Last(pl.Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
@@ -176,14 +176,13 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(t
 def test_a_disk_that_is_full_ends_the_run_and_removes_nothing(tmp_path, monkeypatch):
     """The error of the thread comes with the next checkpoint, at the latest as training ends."""
     first = tmp_path / "step-1.ckpt"
-    save = AtomicCheckpointIO.save_checkpoint
 
-    def full(self: Any, checkpoint: Any, path: Path, storage_options: Any = None) -> None:
-        if path == first:
-            return save(self, checkpoint, path, storage_options)
+    def full(place: Path, write: Callable[[Any], object]) -> None:
+        if place == first:
+            return write_whole(place, write)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(AtomicCheckpointIO, "save_checkpoint", full)
+    monkeypatch.setattr(elastic, "write_whole", full)
     with pytest.raises(OSError, match="No space left"):
         fit(CheckpointEvery(tmp_path, 1))
     assert newest_checkpoint(tmp_path) == first
