@@ -161,11 +161,8 @@ class AutoAccumulate(Callback):
         self._evaluation = Evaluation(trainer, self._reporter, self._options)
 
     def _begin_fit(self, trainer: Any, reporter: OomReporter) -> None:
-        def is_installed() -> bool:
-            return self in trainer.callbacks
-
         self._fit = None  # if making this one fails, ``plan`` must not show that of the fit before
-        self._fit = Fit(trainer, self._request, self._options, reporter, is_installed)
+        self._fit = Fit(trainer, self._request, self._options, reporter, lambda: self in trainer.callbacks)
         self._running_fit = self._fit
         # First, so that other callbacks see its gradients.
         trainer.callbacks = [self, *(other for other in trainer.callbacks if other is not self)]

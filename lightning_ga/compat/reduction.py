@@ -123,14 +123,11 @@ class Exchange:
             yield
         if repeats and ranks.collectives_run() != begun:
             raise RankError(STEP_EXCHANGES_VALUES)
-        if sends:
-            self._end_sending()
-
-    def _end_sending(self) -> None:
-        """Note whether ranks have the same gradients now: a pass without a loss sends none."""
+        if not sends:
+            return
         if self._has_lost_order:
             self._module.reducer._reset_state()
-        has_sent = self._noting.count > 0 or not self._is_noted
+        has_sent = self._noting.count > 0 or not self._is_noted  # a pass without a loss sends nothing
         self._stage = Stage.DONE if has_sent else Stage.PASSES
 
     def failed(self) -> str | None:

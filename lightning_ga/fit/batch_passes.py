@@ -29,7 +29,7 @@ class WholePasses:
 
     def __init__(self, place: LoopPlace, exchange: AnyExchange | None) -> None:
         self._place = place
-        self._exchange = exchange
+        self.exchange = exchange
 
     def closure(self, lightning_closure: Any, *_: Any) -> Callable[[], Any]:
         """Return the closure that runs one batch of the loop; see ``closures.intercepted_closures``."""
@@ -43,20 +43,20 @@ class WholePasses:
         return result
 
     def _pass(self, *, is_last: bool) -> AbstractContextManager[None]:
-        if self._exchange is None:
+        if self.exchange is None:
             return nullcontext()
-        return self._exchange.pass_(last=is_last and self._place.window_is_over)
+        return self.exchange.pass_(last=is_last and self._place.window_is_over)
 
     def _finish_window(self) -> None:
-        if self._exchange is not None and self._place.window_is_over:
-            self._exchange.finish()
+        if self.exchange is not None and self._place.window_is_over:
+            self.exchange.finish()
 
 
 class BatchPasses(WholePasses):
     """Makes the closures of automatic optimization, each of which runs a batch as a whole or in pieces."""
 
     def __init__(self, parts: FitParts, cutter: Callable[[], BatchCutter], planner: StepPlanner) -> None:
-        super().__init__(parts.place, exchange=None)  # until ``exchange_through`` says which
+        super().__init__(parts.place, exchange=None)  # until it is known
         self._parts = parts
         self._compiled = CompiledModules(self._parts.trainer)
         self._cutter = cutter
@@ -66,10 +66,6 @@ class BatchPasses(WholePasses):
             int, ...
         ] = ()  # of the pieces of the window's last batch, in units; see ``StepPlanner.units``
         self.has_cut = False  # whether a batch of this fit was cut
-
-    def exchange_through(self, exchange: AnyExchange | None) -> None:
-        """Exchange gradients in the last pass of each window from here on, if there are ranks to do so."""
-        self._exchange = exchange
 
     def begin_window(self) -> None:
         """Begin a window, or begin it again."""

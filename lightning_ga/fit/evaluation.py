@@ -123,8 +123,7 @@ class _LoaderPieces:
             others = exchanged()
             if in_pieces and others is not None:  # other ranks run one collective a batch, this one would run more
                 raise messages.out_of_memory(self._trainer, self._stage, messages.OTHERS_WAIT, others)
-        largest_piece = sizes[0]
-        self._pass_size = largest_piece  # that of an error in merging, which needs the outputs of all pieces
+        self._pass_size = sizes[0]  # of the largest: that of an error in merging, which needs the outputs of all pieces
         return pieces.finish()
 
     def failed_samples(self, batch: Any, failure: Exception, limit: int | None) -> int:

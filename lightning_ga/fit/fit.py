@@ -227,7 +227,7 @@ class Fit:
     def restore(self, state: RunState) -> None:
         """Continue at the position of a checkpoint."""
         self.parts.progress.restore(state)
-        self._reporter.restore(state.oom_events)
+        self._reporter.events = state.oom_events
 
     def optimizer_steps(self) -> int | None:
         """Count the optimizer steps of the whole training; ``None`` if the data or the epochs have no end.

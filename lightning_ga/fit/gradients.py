@@ -104,10 +104,6 @@ class Gradients:
             self._skip_step(torch.zeros((), device=self._trainer.lightning_module.device, requires_grad=True))
         self._leave_out(batch)
 
-    def reset_counted(self) -> None:
-        """Count anew, in a batch that the step cuts."""
-        self.counted = Counted()
-
     def weigh_piece(self, piece: Any, batch: Any, *, samples: int, batch_samples: int) -> float:
         """Weigh the next pass, a piece that the step cuts from a batch; return its share in a mean over the batch."""
         count = float(samples)

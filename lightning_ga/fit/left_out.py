@@ -65,7 +65,8 @@ class LeftOut:
             "rank": self._parts.trainer.global_rank,
         }
         self._write(row)
-        most = self._most_of(epoch)
+        samples = self._data.windows.planner.samples_of_epoch(epoch)
+        most = None if samples is None else ceil_div(samples, ONE_IN)
         if self._in_row > MOST_IN_A_ROW or (most is not None and self._by_epoch[epoch] > most):
             raise UserError(
                 f"{self._in_row} samples in a row and {self._by_epoch[epoch]} of this epoch did not fit and were left "
@@ -75,11 +76,6 @@ class LeftOut:
         said = ", ".join(f"{name} {value}" for name, value in row.items())
         print(rank_prefixed_message(f"AutoAccumulate: a sample is left out: {said}.", self._parts.trainer.global_rank))
         return True
-
-    def _most_of(self, epoch: int) -> int | None:
-        """Return the most samples of an epoch that may be left out; ``None`` if its length is not known."""
-        samples = self._data.windows.planner.samples_of_epoch(epoch)
-        return None if samples is None else ceil_div(samples, ONE_IN)
 
     def _write(self, row: dict[str, Any]) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)

@@ -269,9 +269,8 @@ class LoaderWindows(CutWindows):
 
     def end_window(self) -> None:
         """Note that a window is done."""
-        window = self._window
-        self._parts.progress.end_window(samples=window.end, batches=self._span.after)
-        self._parts.shares.end_window(window.sizes)
+        self._parts.progress.end_window(samples=self._window.end, batches=self._span.after)
+        self._parts.shares.end_window(self._window.sizes)
 
     # --- errors --------------------------------------------------------------------------------
 

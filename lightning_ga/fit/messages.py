@@ -67,10 +67,6 @@ class OomReporter:
         """Whether there are errors of training that are not reported yet."""
         return bool(self._pending)
 
-    def restore(self, events: int) -> None:
-        """Count from so many errors on, which a checkpoint has counted."""
-        self.events = events
-
     def survived(self, stage: str, samples: int, fits: int, unit: str = "micro-batches") -> str:
         """Say what has happened now in ``"training"``, ``"validation"``, ``"test"`` or ``"prediction"``.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.compat import advance, closures, loaders, ranks, schedulers
+from lightning_ga.compat.logged_values import Counted
 from lightning_ga.compat.replicas import AnyExchange
 from lightning_ga.fit.batch_passes import BatchPasses
 from lightning_ga.fit.parts import FitParts
@@ -107,7 +108,7 @@ class StepWindows(CutWindows):
 
     def install(self, exchange: AnyExchange | None) -> None:
         """Let the loop's batches run in pieces that fit, to the end of the fit."""
-        self._passes.exchange_through(exchange)
+        self._passes.exchange = exchange
         undo_at_end = self._parts.undo_at_end
         undo_at_end.enter_context(closures.intercepted_closures(self._parts.trainer, self._passes.closure, self._place))
         if self._parts.request.by_window:
@@ -137,7 +138,7 @@ class StepWindows(CutWindows):
 
     def begin_batch(self, batch: Any, index_in_window: int) -> None:
         """Count the batch's samples anew; its pieces are weighed as they run."""
-        self._parts.gradients.reset_counted()
+        self._parts.gradients.counted = Counted()
 
     @property
     def is_over(self) -> bool:

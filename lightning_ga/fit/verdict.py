@@ -19,7 +19,7 @@ from lightning_ga.fit.limit import NO_LIMIT
 from lightning_ga.fit.parts import FitParts
 from lightning_ga.fit.training_data import TrainingData
 from lightning_ga.loading.trial_batches import CutBatch, TrialBatches
-from lightning_ga.plan.config import Normalize, Options
+from lightning_ga.plan.config import Options
 from lightning_ga.plan.exactness_verdicts import WEIGHS_ALIKE, Exactness, combined, is_inexact, warning
 
 ENOUGH_SAMPLES = 3
@@ -54,7 +54,11 @@ class Verdict:
         steps = int(self._parts.trainer.global_step)
         if self.exactness is None:  # nothing was accumulated so far: as at the start, on samples that differ
             if after_error or self._data.windows.has_several_passes:
-                self.exactness = self._measure_first(batch)
+                batches = self._data.windows.trial_batches(self._parts.place.epoch)
+                if batches.empty:  # training alone reads samples
+                    self.exactness = self._measure_batch(batch)[0]
+                else:
+                    self.exactness = self._measure_trial(batches, begins=False)
         elif after_error or steps >= self._next_step:
             while self._next_step <= steps:
                 self._next_step *= 2
@@ -63,13 +67,6 @@ class Verdict:
             if tells_more or is_inexact(found):
                 self.exactness = found
                 self.warn()
-
-    def _measure_first(self, batch: Any) -> Exactness:
-        """Measure on samples that differ, or on a batch of training if training alone reads samples."""
-        batches = self._data.windows.trial_batches(self._parts.place.epoch)
-        if batches.empty:
-            return self._measure_batch(batch)[0]
-        return self._measure_trial(batches, begins=False)
 
     def _measure_trial(self, batches: TrialBatches, *, begins: bool) -> Exactness:
         return self._measure(batches.batch_in_two_parts, batches.most, begins=begins)[0]
@@ -91,35 +88,27 @@ class Verdict:
         self, halves: Callable[..., CutBatch | None], available: int, *, at_first: int = SAMPLES, begins: bool
     ) -> tuple[Exactness, int]:
         multiple = self._parts.request.multiple
+        windows = self._data.windows
+        normalize = self._options.normalize  # by which parts are weighed, as training weighs micro-batches
+        weigh_alike = normalize is None and windows.has_unequal_passes
+        if weigh_alike:
+            normalize = _alike
         found, samples = measure(
             self._parts.trainer,
             partial(halves, multiple=multiple),
             BatchTransfer(self._parts.trainer).for_trial,
-            self._normalize,
+            normalize,
             available=available,
             limit=self._parts.limit.samples,
             at_first=at_first,
-            in_step=self._data.windows.in_step,
+            in_step=windows.in_step,
             chunked=self._parts.limit.chunked,
             begins=begins,
             multiple=multiple,
         )
-        if found.cause == "weighted" and self._weighs_alike:
+        if found.cause == "weighted" and weigh_alike:
             found = replace(found, reason=WEIGHS_ALIKE)
         return found, samples
-
-    @property
-    def _normalize(self) -> Normalize:
-        """By what the parts of a measured batch are weighed: as training weighs micro-batches."""
-        if self._weighs_alike:
-            return _alike
-        return self._options.normalize
-
-    @property
-    def _weighs_alike(self) -> bool:
-        """Whether micro-batches that have unlike numbers of samples weigh alike."""
-        is_cut_in_loader = not self._data.windows.in_step
-        return is_cut_in_loader and self._options.normalize is None and self._data.windows.has_unequal_passes
 
     def agree(self) -> None:
         """Combine the verdicts of all ranks, which call this together as an epoch begins."""

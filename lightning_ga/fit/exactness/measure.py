@@ -59,12 +59,10 @@ def measure(
     refuse_lazy(trainer.lightning_module.parameters())
     if ranks.is_sharded(trainer):
         return unmeasured(trainer, _SHARDED), 0
-    plain = _is_small(trainer)
-
-    def tried(size: int) -> Exactness | None:
-        make = partial(_make_batch, halves, move, size)
-        return _tried(trainer, make, normalize, plain=plain, begins=begins, in_step=in_step, chunked=chunked)
-
+    plain = sum(p.numel() * p.element_size() for p in trainer.lightning_module.parameters()) <= _SMALL
+    tried = partial(
+        _tried, trainer, halves, move, normalize, plain=plain, begins=begins, in_step=in_step, chunked=chunked
+    )
     most = whole_multiples(min(limit, available), multiple)
     most_at_first = available if plain else most  # a small model may begin above its limit
     # Three multiples make unequal parts, of two and of one.
@@ -83,7 +81,7 @@ def measure(
     return found, size
 
 
-def _make_batch(halves: Halves, move: Move, size: int, passes: Passes, seed: int) -> CutBatch | None:
+def _make_batch(passes: Passes, halves: Halves, move: Move, size: int, seed: int) -> CutBatch | None:
     """Make and move a batch, with random numbers of this seed."""
 
     def moved(batch: Any) -> Any:
@@ -94,10 +92,6 @@ def _make_batch(halves: Halves, move: Move, size: int, passes: Passes, seed: int
     return halves(size, moved, seed)
 
 
-def _is_small(trainer: Any) -> bool:
-    return bool(sum(p.numel() * p.element_size() for p in trainer.lightning_module.parameters()) <= _SMALL)
-
-
 def unmeasured(trainer: Any, reason: str) -> Exactness:
     """Return the verdict that nothing was measured, and why."""
     return Exactness(None, rounding(trainer), "unmeasured", reason=reason)
@@ -105,25 +99,28 @@ def unmeasured(trainer: Any, reason: str) -> Exactness:
 
 def _tried(
     trainer: Any,
-    make: Callable[[Passes, int], CutBatch | None],
+    halves: Halves,
+    move: Move,
     normalize: Any,
+    size: int,
     *,
     plain: bool,
     begins: bool,
     in_step: bool,
-    chunked: "ChunkedModules | None" = None,
+    chunked: "ChunkedModules | None",
 ) -> Exactness | None:
-    """Run what ``make(passes, seed)`` returns and its parts, and judge the gradients; ``None`` if memory ran out."""
+    """Run a batch of this size and its parts, and judge the gradients; ``None`` if memory ran out."""
     tolerance = rounding(trainer, plain=plain)
 
     def judged() -> Exactness:
         with passes_of(trainer, plain=plain, begins=begins, in_step=in_step) as passes:
-            batch = make(passes, 0)
+            make = partial(_make_batch, passes, halves, move, size)
+            batch = make(0)
             if batch is None:
                 return unmeasured(trainer, "the training data have no two samples that stay in one batch")
             if chunked is not None:
                 return judge_chunks(passes, chunked, batch, tolerance)
-            return Judgement(passes, batch, lambda: make(passes, 1) or batch, normalize, tolerance).verdict()
+            return Judgement(passes, batch, lambda: make(1) or batch, normalize, tolerance).verdict()
 
     outcome = attempt(judged, is_survivable)
     error = outcome.failure

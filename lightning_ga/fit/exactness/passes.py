@@ -43,12 +43,16 @@ _OPAQUE = (Dataset, DataLoader, torch.optim.Optimizer, FunctionType, MethodType,
 
 @contextmanager
 def passes_of(trainer: Any, *, plain: bool, begins: bool, in_step: bool = False) -> Iterator["Passes"]:
-    """Return a context in which passes run without a trace; with ``plain``, in the precision of the weights."""
+    """Return a context in which passes run without a trace and TF32; with ``plain``, in the weights' precision."""
     with ExitStack() as stack:
         # No pass here steps; the module's start hooks, which run if training begins, may change optimizers.
         restore = stack.enter_context(isolated(trainer, begins=begins, steps=begins))
         stack.enter_context(compiled_run_eagerly())  # graphs that are compiled for a few samples are of no use
-        stack.enter_context(_full_precision(trainer, plain=plain))
+        stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+        torch.set_float32_matmul_precision("highest")
+        stack.enter_context(replaced(torch.backends.cudnn, allow_tf32=False))
+        if plain and hasattr(trainer.precision_plugin, "autocast_context_manager"):  # it would hide differences
+            stack.enter_context(shadowed(trainer.precision_plugin, "forward_context", nullcontext))
         stack.enter_context(_without_dropout())
         stack.enter_context(ranks.in_single_group())
         yield Passes(trainer, restore, in_step=in_step)
@@ -228,23 +232,6 @@ def rounding(trainer: Any, *, plain: bool = True) -> float:
     if not plain and hasattr(trainer.precision_plugin, "autocast_context_manager"):
         kinds.add(torch.bfloat16 if "bf16" in str(trainer.precision) else torch.float16)
     return max((_ROUNDING.get(kind, _SINGLE) for kind in kinds), default=_SINGLE)
-
-
-@contextmanager
-def _full_precision(trainer: Any, *, plain: bool) -> Iterator[None]:
-    """Return a context without TF32; with ``plain``, also without autocast, which would hide differences."""
-    plugin = trainer.precision_plugin
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    casts = plain and hasattr(plugin, "autocast_context_manager")
-    try:
-        with (
-            replaced(torch.backends.cudnn, allow_tf32=False),
-            shadowed(plugin, "forward_context", nullcontext) if casts else nullcontext(),
-        ):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(precision)
 
 
 def _stop_dropping(module: Module) -> None:
