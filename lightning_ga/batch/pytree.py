@@ -252,8 +252,8 @@ def same_values(one: Any, other: Any) -> bool:
         return False
     try:
         return _same_values_of_type(one, other)
-    except (torch.OutOfMemoryError, MemoryError):  # says nothing of the values
-        raise
+    except (torch.OutOfMemoryError, MemoryError):
+        raise  # it says nothing of the values
     except Exception:  # the == of a user's type may raise anything
         return False
 

@@ -38,10 +38,11 @@ class ShownSamples:
 
 
 def _collate_and_show(collate: Callable[[Any], Any], file: Path, most: int, samples: list[Any]) -> Any:
-    """Collate samples; write a few of them to a file that is there and empty."""
+    """Collate samples; write a few of them to a file that is there and empty, unless nothing is left of them."""
     worker = get_worker_info()
     is_first_worker = worker is None or worker.id == 0
-    if is_first_worker and _is_awaited(file):
+    has_some = any(sample is not None for sample in samples)
+    if is_first_worker and has_some and _is_awaited(file):
         few = attempt(_pickled, lambda _: True, samples[:most]).result
         part = file.with_suffix(".part")
         part.write_bytes(few or pickle.dumps([]))

@@ -157,3 +157,18 @@ class Frame:
 def test_arrays_are_compared_by_what_they_contain(make: Any) -> None:
     assert same_values(make(1), make(1))
     assert not same_values(make(1), make(2))
+
+
+def test_a_comparison_for_which_memory_runs_out_says_nothing() -> None:
+    """Values are not taken for different ones; any other error makes them so."""
+
+    class Fails:
+        def __init__(self, error: Exception) -> None:
+            self.error = error
+
+        def __eq__(self, other: object) -> bool:
+            raise self.error
+
+    with pytest.raises(torch.OutOfMemoryError):
+        same_values([Fails(torch.OutOfMemoryError())], [Fails(torch.OutOfMemoryError())])
+    assert not same_values([Fails(KeyError())], [Fails(KeyError())])
