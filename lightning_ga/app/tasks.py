@@ -232,24 +232,18 @@ def measured(run: BuiltRun) -> Metrics:
 
 
 def outcome(run: BuiltRun) -> str:
-    """What a run that was ended early has saved, and the command that resumes it."""
+    """How far a run came that was ended early, and the command that goes on from its newest checkpoint, if any."""
     if (run.folder / RESULT).is_file() or run.settings.task is not Task.fit:
         return f"what was done is in {run.folder}."
-    steps = f"{run.trainer.global_step:,} optimizer steps were done"
     left_out = ("ckpt_path=", "hydra.run.dir=", "hydra.sweep.dir=")
     line = ["python", "-m", "lightning_ga.train"]
     line += [word for word in sys.argv[1:] if not word.startswith(left_out)]
     own = HydraConfig.get()
-    if own.mode == RunMode.MULTIRUN:  # a checkpoint is that of one job
-        command = shlex.join([*line, f"hydra.sweep.dir={own.sweep.dir}"])
-        return f"{steps} in this job. Run what is missing: {command}"
-    path = None
-    with suppress(UserError):  # none of them is whole
-        path = newest_checkpoint(run.folder)
-    if path is None:
-        return f"{steps}, and no checkpoint had been saved yet. Start again: {shlex.join(line)}"
-    command = shlex.join([*line, f"ckpt_path={path}"])
-    return f"{steps}; the state after step {resumable_steps(path):,} is in {path}. Resume with: {command}"
+    if own.mode == RunMode.MULTIRUN:
+        line.append(f"hydra.sweep.dir={own.sweep.dir}")
+    else:
+        line += [f"hydra.run.dir={run.folder}", "ckpt_path=auto"]
+    return f"{run.trainer.global_step:,} optimizer steps were done. Resume with: {shlex.join(line)}"
 
 
 def summarize(run: BuiltRun, metrics: Metrics, result: dict[str, Any], seconds: float) -> None:
