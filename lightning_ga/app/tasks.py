@@ -27,9 +27,8 @@ from lightning_ga.app.ckpt_path import find_checkpoint
 from lightning_ga.app.export import save_weights
 from lightning_ga.app.folders import continues, roots_of_runs
 from lightning_ga.app.mistakes import one_line
-from lightning_ga.app.page import PAGE, measures, run_page
+from lightning_ga.app.page import PAGE, run_page
 from lightning_ga.app.plan_report import count_parameters, find_accumulate
-from lightning_ga.app.plots import curves_figure
 from lightning_ga.app.progress_lines import quiet_lightning
 from lightning_ga.app.run_files import (
     CONFIG,
@@ -265,10 +264,7 @@ def summarize(run: BuiltRun, metrics: Metrics, result: dict[str, Any], seconds: 
         result["oom_events"] = survived
     write_json(run.folder / RESULT, {**result, "seconds": round(seconds, 1)})
     try:
-        files = read_run(run.folder)
-        for measure in measures(files)[:1]:
-            curves_figure({"": files.curves}, measure).savefig(run.folder / "curves.png", dpi=150)
-        write_text(run.folder / PAGE, run_page(files))
+        write_text(run.folder / PAGE, run_page(read_run(run.folder)))
     except Exception as error:  # it is for people only; what was trained is kept
         warn(f"report.html could not be written: {one_line(error)}")
     log.info(printable(f"Files: {run.folder}"))
