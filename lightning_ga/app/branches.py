@@ -8,9 +8,6 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize
-from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from lightning_ga.app import build
@@ -62,12 +59,11 @@ def branch_from(typed: Sequence[str], measure: Callable[..., Any], *, descriptio
 
 
 def composed(keys: dict[str, Any], typed: Sequence[str]) -> dict[str, Any]:
-    """Let Hydra read what was typed."""
-    ConfigStore.instance().store("batch_size", keys)
+    """The values by key, with those that were typed."""
+    defaults = OmegaConf.create(keys, flags={"struct": True})
     try:
-        with initialize(None, version_base="1.3"):
-            content: Any = OmegaConf.to_container(compose("batch_size", list(typed)))
-    except HydraException as error:
+        content: Any = OmegaConf.to_container(OmegaConf.merge(defaults, OmegaConf.from_cli([*typed])))
+    except Exception as error:  # of YAML, or of OmegaConf for a key that is not there
         raise UserError(" ".join(str(error).split())) from error
     return dict(content)
 

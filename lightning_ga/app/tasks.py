@@ -27,9 +27,8 @@ from lightning_ga.app.ckpt_path import find_checkpoint
 from lightning_ga.app.export import save_weights
 from lightning_ga.app.folders import continues, roots_of_runs
 from lightning_ga.app.mistakes import one_line
-from lightning_ga.app.page import PAGE, measures, run_page
+from lightning_ga.app.page import PAGE, run_page
 from lightning_ga.app.plan_report import count_parameters, find_accumulate
-from lightning_ga.app.plots import curves_figure
 from lightning_ga.app.progress_lines import quiet_lightning
 from lightning_ga.app.run_files import (
     CONFIG,
@@ -232,24 +231,18 @@ def measured(run: BuiltRun) -> Metrics:
 
 
 def outcome(run: BuiltRun) -> str:
-    """What a run that was ended early has saved, and the command that resumes it."""
+    """How far a run came that was ended early, and the command that goes on from its newest checkpoint, if any."""
     if (run.folder / RESULT).is_file() or run.settings.task is not Task.fit:
         return f"what was done is in {run.folder}."
-    steps = f"{run.trainer.global_step:,} optimizer steps were done"
     left_out = ("ckpt_path=", "hydra.run.dir=", "hydra.sweep.dir=")
     line = ["python", "-m", "lightning_ga.train"]
     line += [word for word in sys.argv[1:] if not word.startswith(left_out)]
     own = HydraConfig.get()
-    if own.mode == RunMode.MULTIRUN:  # a checkpoint is that of one job
-        command = shlex.join([*line, f"hydra.sweep.dir={own.sweep.dir}"])
-        return f"{steps} in this job. Run what is missing: {command}"
-    path = None
-    with suppress(UserError):  # none of them is whole
-        path = newest_checkpoint(run.folder)
-    if path is None:
-        return f"{steps}, and no checkpoint had been saved yet. Start again: {shlex.join(line)}"
-    command = shlex.join([*line, f"ckpt_path={path}"])
-    return f"{steps}; the state after step {resumable_steps(path):,} is in {path}. Resume with: {command}"
+    if own.mode == RunMode.MULTIRUN:
+        line.append(f"hydra.sweep.dir={own.sweep.dir}")
+    else:
+        line += [f"hydra.run.dir={run.folder}", "ckpt_path=auto"]
+    return f"{run.trainer.global_step:,} optimizer steps were done. Resume with: {shlex.join(line)}"
 
 
 def summarize(run: BuiltRun, metrics: Metrics, result: dict[str, Any], seconds: float) -> None:
@@ -271,10 +264,7 @@ def summarize(run: BuiltRun, metrics: Metrics, result: dict[str, Any], seconds: 
         result["oom_events"] = survived
     write_json(run.folder / RESULT, {**result, "seconds": round(seconds, 1)})
     try:
-        files = read_run(run.folder)
-        for measure in measures(files)[:1]:
-            curves_figure({"": files.curves}, measure).savefig(run.folder / "curves.png", dpi=150)
-        write_text(run.folder / PAGE, run_page(files))
+        write_text(run.folder / PAGE, run_page(read_run(run.folder)))
     except Exception as error:  # it is for people only; what was trained is kept
         warn(f"report.html could not be written: {one_line(error)}")
     log.info(printable(f"Files: {run.folder}"))

@@ -45,12 +45,12 @@ def test_a_timm_network_is_loaded_by_timm_alone(tmp_path, monkeypatch, name, gro
 
 
 def test_a_module_is_loaded_without_a_trainer(tmp_path, monkeypatch):
-    """With its hyperparameters; three dots stand for those that no checkpoint keeps."""
+    """With its hyperparameters; ``Ellipsis`` stands for those that no checkpoint keeps."""
     monkeypatch.chdir(tmp_path)
     model = Own(partial(torch.optim.SGD, lr=0.1), 2, unused=1)
     kept = {"width": 2, "dtype": torch.float64}
     code = save_weights(tmp_path, model, {"state_dict": model.state_dict(), "hyper_parameters": kept})
-    assert "Own(optimizer=..., width=2, dtype=torch.float64)" in code
+    assert "Own(optimizer=Ellipsis, width=2, dtype=torch.float64, unused=Ellipsis)" in code
     assert torch.equal(loaded(code).net.weight, model.net.weight)
     assert torch.serialization.get_unsafe_globals_in_checkpoint(Path("weights.pt")) == []
 

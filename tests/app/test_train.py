@@ -28,11 +28,11 @@ def quick(shared):
 
 
 def test_a_run_leaves_everything_to_read(quick):
-    """Config, plan, logs by optimizer step, curves, a report per class, best and last checkpoint."""
+    """Config, plan, logs by optimizer step, the page, a report per class, best and last checkpoint."""
     assert quick.code == 0
     assert quick.err == ""
     files = {str(path.relative_to(quick.folder)) for path in quick.folder.rglob("*") if path.is_file()}
-    left = "config.yaml plan.json result.json curves.png classification_report.txt classification_report.json"
+    left = "config.yaml plan.json result.json report.html classification_report.txt classification_report.json"
     assert {*left.split(), "csv/metrics.csv", "checkpoints/best.ckpt", "checkpoints/last.ckpt"} <= files
     assert any(name.startswith("tensorboard/events") for name in files)
     plan = json.loads((quick.folder / "plan.json").read_text())["plan"]
