@@ -66,12 +66,11 @@ class Prober:
         with self._trials.running(collects=not self._meter.deadly):
             samples = self._training.smallest(samples)
             tried = samples
-            if self._is_cautious(self._trials.prepare()[0], None):
-                tried = min(2, samples)
-            if tried == samples:
-                peak = self._peak_of(samples)
-            else:
+            if self._is_cautious(self._trials.prepare()[0], None) and samples > 2:
+                tried = 2
                 peak = self._bound_from(tried, samples)
+            else:
+                peak = self._peak_of(samples)
             budget = self._trials.prepare()[1]
             if not self._training.agree(peak is not None and peak <= budget):
                 self._training.forget()
