@@ -267,9 +267,8 @@ class Search:
         """Return the bytes that the budget must leave, less what holes may use of the margin; blocks may not."""
         assert self._curve is not None
         needed = self._curve.needs(samples)
-        margin = int(MARGIN * self.task.budget)
         if self.task.has_margin:
-            return max(needed - margin, self._curve(samples))
+            needed = max(needed - int(MARGIN * self.task.budget), self._curve(samples))
         return needed
 
 

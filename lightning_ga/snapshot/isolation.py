@@ -185,10 +185,8 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
     if isinstance(value, (*_FIXED, *_DATA)) or id(value) in memo:
         return memo.get(id(value), value)
     is_long = not isinstance(value, (Tensor, np.ndarray)) and length_hint(value) > _LONGEST  # so that it is data
-    if is_long and isinstance(value, CONTAINERS):
-        return copy.copy(value)
     if is_long:
-        return value
+        return copy.copy(value) if isinstance(value, CONTAINERS) else value
     known = len(memo)
     try:
         return copy.deepcopy(value, memo)
