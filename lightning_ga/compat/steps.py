@@ -54,7 +54,7 @@ def isolated(trainer: Any, *, begins: bool = True, steps: bool = True) -> Iterat
     _add_trainer(state.attributes, trainer)
 
     def prepare() -> None:
-        state.swap_in_copies()
+        state.attributes.swap_in_copies()
         _enter(trainer, begins=begins)
 
     def put_back() -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 from lightning_ga.memory.trace import rounded_up
 
@@ -245,13 +246,7 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _taken(args: Any, kwargs: Any) -> set[int]:
     """Return the addresses of an operation's arguments: an output in one of them was not created by it."""
-    tensors: list[Tensor] = []
-    for value in (*args, *(kwargs or {}).values()):
-        if isinstance(value, Tensor):
-            tensors.append(value)
-        elif isinstance(value, (list, tuple)):
-            tensors += [item for item in value if isinstance(item, Tensor)]
-    return set(addresses(tensors))
+    return set(addresses(filter(torch.is_tensor, tree_leaves((args, kwargs)))))
 
 
 def addresses(tensors: Iterable[Tensor]) -> list[int]:

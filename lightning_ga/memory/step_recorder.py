@@ -62,7 +62,7 @@ class StepRecorder(LiveTensorMeter):  # type: ignore[no-untyped-call]
     def note_batch(self, tensors: Iterable[Tensor]) -> None:
         """Note in the recording that these are the batch."""
         if self._recording is not None:
-            self._name(self._recording, tensors, holder.BATCH)
+            self._name(self._recording, addresses(tensors), holder.BATCH)
 
     def recorded(self, samples: int, *, complete: bool = True) -> tuple[MemoryTrace, StepOrigins]:
         """Return the recorded step of so many samples, and where its storages come from, and end the recording."""
@@ -71,7 +71,7 @@ class StepRecorder(LiveTensorMeter):  # type: ignore[no-untyped-call]
         resident: Counter[str] = Counter()
         kinds = {**recording.kinds, **self._owned()}
         for held in self._counted(kinds):
-            self._name_storage(recording, held, kinds[held.key])
+            self._name(recording, [held.key], kinds[held.key])
             if held.recording is not recording:
                 resident[kinds[held.key]] += held.bytes
         self._recording = None
@@ -88,10 +88,6 @@ class StepRecorder(LiveTensorMeter):  # type: ignore[no-untyped-call]
                     kinds.setdefault(storage, kind)
         return kinds
 
-    def _name(self, recording: Recording, tensors: Iterable[Tensor], kind: str) -> None:
-        for held in self._counted(addresses(tensors)):
-            self._name_storage(recording, held, kind)
-
     def _counted(self, storages: Iterable[int]) -> Iterator[HeldStorage]:
         """Yield those storages that are known and counted, by their addresses."""
         for storage in storages:
@@ -99,13 +95,13 @@ class StepRecorder(LiveTensorMeter):  # type: ignore[no-untyped-call]
             if held is not None and held.counts:
                 yield held
 
-    def _name_storage(self, recording: Recording, held: HeldStorage, kind: str) -> None:
-        if held.recording is not recording:
-            recording.kinds.setdefault(held.key, kind)
-            return
-        origin = recording.origins[held.number]
-        if kind != holder.LOGITS or not origin.kind:
-            recording.origins[held.number] = origin._replace(kind=kind)
+    def _name(self, recording: Recording, storages: Iterable[int], kind: str) -> None:
+        """Note what storages are, by their addresses; logits may be more than that."""
+        for held in self._counted(storages):
+            if held.recording is not recording:
+                recording.kinds.setdefault(held.key, kind)
+            elif kind != holder.LOGITS or not recording.origins[held.number].kind:
+                recording.origins[held.number] = recording.origins[held.number]._replace(kind=kind)
 
     def _see(self, outputs: Iterable[Tensor], func: Any, args: Any, kwargs: Any) -> None:
         self._operation = _described(func)
@@ -114,7 +110,7 @@ class StepRecorder(LiveTensorMeter):  # type: ignore[no-untyped-call]
         if recording is not None and self._operation[1]:
             for value in args:
                 if isinstance(value, Tensor) and value.is_floating_point():
-                    self._name(recording, [value], holder.LOGITS)
+                    self._name(recording, addresses([value]), holder.LOGITS)
 
     def _hold(self, storage: torch.UntypedStorage, *, counts: bool) -> HeldStorage:
         held = super()._hold(storage, counts=counts)

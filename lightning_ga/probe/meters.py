@@ -70,10 +70,8 @@ class StepMeter:
 
     def room(self) -> int:
         """Return the bytes that the device can still give; a share of them if it must not run out."""
-        room = available_memory(self.device)
-        if self.deadly:
-            room = int(CPU_SHARE * room)
-        return room
+        share = CPU_SHARE if self.deadly else 1.0
+        return int(share * available_memory(self.device))
 
     def run(self, step: TrialStep, samples: int, *, budget: int, record: bool) -> Measurement:
         """Run a step; ``record`` matters only if there is an allocator."""

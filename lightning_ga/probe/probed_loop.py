@@ -62,7 +62,7 @@ def find_micro_batch(
         Exception: Whatever ``step`` raises that is not about memory, after ``reset``.
     """
     require_count("high", high)
-    training = ProbedLoop(step, resident, reset, agree)
+    training = ProbedLoop(step, resident, reset, agree or bool)
     chosen = numbered(device)
     total_bytes = None if budget is None else total_memory(chosen)
     advice = "compute submodules again, within lightning_ga.recomputed; or "
@@ -77,7 +77,7 @@ class ProbedLoop(ProbedTraining):
     _step: Callable[[int], object]
     _resident: Callable[[], Iterable[Tensor | None]] | None
     _reset: Callable[[], object] | None
-    _agree: Callable[[bool], bool] | None
+    _agree: Callable[[bool], bool]
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -100,8 +100,6 @@ class ProbedLoop(ProbedTraining):
 
     def agree(self, value: bool) -> bool:
         """Ask the user's function."""
-        if self._agree is None:
-            return super().agree(value)
         return self._agree(value)
 
 

@@ -77,10 +77,6 @@ class ProbedTrainer(ProbedTraining):
         self._assumed: list[Tensor] = []  # parameters with a gradient as long as no step has shown which have one
         self._recomputed: tuple[str, ...] = ()  # in steps
 
-    def use_batches(self, batches: TrialBatches) -> None:
-        """Run the next steps on other batches."""
-        self.batches = batches
-
     def batch(self, samples: int) -> tuple[Any, Any]:
         """Make a batch of so many samples on the device, and the whole batch that training has beside it."""
         return self.batches.make(samples, BatchTransfer(self.trainer).for_trial)

@@ -66,12 +66,11 @@ class Prober:
         with self._trials.running(collects=not self._meter.deadly):
             samples = self._training.smallest(samples)
             tried = samples
-            if self._is_cautious(self._trials.prepare()[0], None):
-                tried = min(2, samples)
-            if tried == samples:
-                peak = self._peak_of(samples)
-            else:
+            if self._is_cautious(self._trials.prepare()[0], None) and samples > 2:
+                tried = 2
                 peak = self._bound_from(tried, samples)
+            else:
+                peak = self._peak_of(samples)
             budget = self._trials.prepare()[1]
             if not self._training.agree(peak is not None and peak <= budget):
                 self._training.forget()
@@ -138,10 +137,12 @@ class Prober:
         self._training.see_gradients()
         self._training.warm_up()
         trial = self._trials.run(limit, record=False, lenient=True).trial
-        if not self._training.agree(trial.fits and self._is_as_known(trial, known)):
-            return None
         if limit != known.limit:  # what was timed may be larger
-            known = replace(known, fastest=None, timings=())
+            known = replace(known, peak_bytes=trial.peak_bytes, fastest=None, timings=())
+        tolerance = 0.0 if self._meter.allocator is None else TOLERANCE
+        is_as_known = abs(trial.peak_bytes - known.peak_bytes) <= tolerance * known.peak_bytes
+        if not self._training.agree(trial.fits and is_as_known):  # code and data may have changed unseen
+            return None
         return replace(
             known,
             limit=limit,
@@ -153,14 +154,6 @@ class Prober:
             source="cache",
             holders=self._trials.holders.at(limit, trial.peak_bytes) or known.holders,
         )
-
-    def _is_as_known(self, trial: Trial, known: ProbeResult) -> bool:
-        """Return whether a step takes as much as is remembered, if that is: code and data may have changed unseen."""
-        peaks = {each.micro_batch_size: each.peak_bytes for each in known.trials}
-        peaks[known.limit] = known.peak_bytes
-        before = peaks.get(trial.micro_batch_size, trial.peak_bytes)
-        tolerance = 0.0 if self._meter.allocator is None else TOLERANCE
-        return abs(trial.peak_bytes - before) <= tolerance * before
 
     def _search(self, high: int, *, cautious: bool) -> ProbeResult:
         """Run a first step, then what a search proposes until it proposes nothing new."""
@@ -260,9 +253,7 @@ class Prober:
 
     def _result(self, search: Search, limit: int) -> ProbeResult:
         measured = {trial.micro_batch_size: trial.peak_bytes for trial in self._tried}
-        peak = measured.get(limit)
-        if peak is None:
-            peak = search.predict(limit) or 0
+        peak = measured.get(limit) or search.predict(limit) or 0
         return ProbeResult(
             limit=limit,
             budget_bytes=search.task.budget,
@@ -276,9 +267,7 @@ class Prober:
         )
 
     def _does_not_fit(self, alive: int, budget: int, high: int, *, cautious: bool) -> DoesNotFitError:
-        smallest = None
-        if not cautious:
-            smallest = self._smallest_step(budget, high)
+        smallest = self._smallest_step(budget, high, cautious=cautious)
         if smallest is None and not self._tried:
             return self._budget.shortage("The model and its optimizer alone take", alive, budget)
         least = ""
@@ -294,13 +283,13 @@ class Prober:
         what = f"A training step with micro_batch_size={size}, the smallest that runs, takes{least}"
         return self._budget.shortage(what, needed, budget, measured=smallest is not None, holders=holders)
 
-    def _smallest_step(self, budget: int, high: int) -> tuple[Trial, int] | None:
-        """Run the smallest step that runs, bounded by the device alone; ``None`` if the budget is all that it has.
+    def _smallest_step(self, budget: int, high: int, *, cautious: bool) -> tuple[Trial, int] | None:
+        """Run the smallest step that runs, bounded by the device alone; ``None`` if it has no more than the budget.
 
         It runs twice, because the optimizer makes its state in the first step. Also return the bytes that a budget must
         leave on any rank: those that an allocator reserves.
         """
-        if not self._training.agree(self._trials.could_use_more(budget)):
+        if cautious or not self._training.agree(self._trials.could_use_more(budget)):
             return None
         smallest = None
         for size in self._training.first_sizes(high):

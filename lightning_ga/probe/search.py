@@ -71,8 +71,7 @@ class Search:
     def propose(self) -> Proposal:
         """Return the next step to try, of a size below ``ceiling``; one of ``limit`` samples if nothing is left."""
         limit = self.limit
-        following = self._following(limit)
-        if following >= self.ceiling:
+        if self._following(limit) >= self.ceiling:
             return Proposal(limit)
         needs_traces = len(self._fitting) < len(self._sizes) or self.task.is_cautious
         for size in self._sizes:
@@ -84,8 +83,6 @@ class Search:
         if self.task.rounding > 1 and self._is_enough(guess):
             return Proposal(limit)
         record = needs_traces or self._may_be_more(guess)
-        if guess <= limit and not self._is_proven():
-            guess = following
         return Proposal(self._whole(guess), record)
 
     def _following(self, size: int) -> int:
@@ -98,11 +95,11 @@ class Search:
     def _whole(self, size: int) -> int:
         """Return the largest multiple up to a proposed size; if that is no news, the next one above the limit.
 
-        It is not, where the search is over, more is not safe, or is known not to fit.
+        It is not, where the search is over, or more is not safe.
         """
         whole = whole_multiples(size, self.task.multiple)
-        more_is_tried = size > self.limit and not self.task.is_cautious and not self._is_proven()
-        if whole <= self.limit and more_is_tried:
+        is_over = self.task.is_cautious or self._is_proven()
+        if whole <= self.limit and not is_over:
             return self._following(self.limit)
         return whole
 
@@ -270,9 +267,8 @@ class Search:
         """Return the bytes that the budget must leave, less what holes may use of the margin; blocks may not."""
         assert self._curve is not None
         needed = self._curve.needs(samples)
-        margin = int(MARGIN * self.task.budget)
         if self.task.has_margin:
-            return max(needed - margin, self._curve(samples))
+            needed = max(needed - int(MARGIN * self.task.budget), self._curve(samples))
         return needed
 
 

@@ -85,11 +85,6 @@ class ModuleState:
             random_state.restore,
         )
 
-    def swap_in_copies(self) -> None:
-        """Let what follows work on copies of plain attributes."""
-        with uncounted():
-            self.attributes.swap_in_copies()
-
     def restore(self) -> None:
         """Put everything back."""
         for parameter, gradient in self._gradients:
@@ -173,9 +168,10 @@ class SwappedAttributes:
     def swap_in_copies(self) -> None:
         """Put deep copies in the place of what a trial may change."""
         memo = dict(self._memo)
-        for own, names in self._swapped:
-            for name in names:
-                own[name] = _copied(own[name], memo)
+        with uncounted():
+            for own, names in self._swapped:
+                for name in names:
+                    own[name] = _copied(own[name], memo)
 
     def restore(self) -> None:
         """Put the original attributes back, and what the tables of modules held; remove new ones of modules."""
@@ -189,10 +185,8 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
     if isinstance(value, (*_FIXED, *_DATA)) or id(value) in memo:
         return memo.get(id(value), value)
     is_long = not isinstance(value, (Tensor, np.ndarray)) and length_hint(value) > _LONGEST  # so that it is data
-    if is_long and isinstance(value, CONTAINERS):
-        return copy.copy(value)
     if is_long:
-        return value
+        return copy.copy(value) if isinstance(value, CONTAINERS) else value
     known = len(memo)
     try:
         return copy.deepcopy(value, memo)

@@ -106,7 +106,7 @@ def borrowed(thing: Any, *shared: Any) -> Iterator[Any]:
 def put_back_after(*owners: object) -> Iterator[list[Any]]:
     """Yield what these objects hold, and leave it as it was; see ``untouched``."""
     things = reached_from(*owners)
-    containers = _small(filter(_is_kept_container, things), len, _COPIED)
+    containers = _small((thing for thing in things if type(thing) in _CONTAINERS), len, _COPIED)
     with uncounted():  # they lie on the host
         states = copies_of([*containers, *generators_in(things), *filter(_is_kept_file, things)])
         arrays = copies_of(_small(filter(_is_kept_array, things), attrgetter("nbytes"), _ARRAYS))
@@ -125,10 +125,6 @@ def _small(things: Iterable[Any], size_of: Callable[[Any], int], most: int) -> I
         if size_of(each) <= most:
             most -= size_of(each)
             yield each
-
-
-def _is_kept_container(thing: Any) -> bool:
-    return type(thing) in _CONTAINERS
 
 
 def _is_kept_array(thing: Any) -> bool:

@@ -20,7 +20,7 @@ def trial(module: nn.Module, change: Callable[[Any], None]) -> None:
     state = ModuleState([module], [], shared=[])
     for _ in range(2):
         state.restore()
-        state.swap_in_copies()
+        state.attributes.swap_in_copies()
         change(module)
     state.restore()
 
