@@ -92,8 +92,9 @@ class KnownSamples:
 
     @cached_property
     def _kept(self) -> list[Any]:
+        kept = list(filter(self.is_kept, self._few))
         # If each one ends in an error, the layout is read from all of them, and says which.
-        return self.left(self._few) or _there(self._few)
+        return kept or [sample for sample in self._few if sample is not None]
 
     @cached_property
     def _examples(self) -> list[Any]:
@@ -124,23 +125,21 @@ class KnownSamples:
         batch = attempt(self.collate, anything_but_out_of_memory, samples, count).result
         return 0 if batch is None else elements(batch)
 
-    def left(self, samples: Iterable[Any]) -> list[Any]:
-        """Return the samples that collating does not leave out: a batch has more elements with one of them twice.
+    def is_kept(self, sample: Any) -> bool:
+        """Return whether the collate function makes a batch of a sample, and does not leave it out."""
+        if sample is None or not self.has_own_collate:
+            return sample is not None
+        return self.elements_of([sample], 2) > 0
 
-        That a batch has any elements says too little: if nothing is left, a collate function may make one of zeros.
+    def growing(self, samples: Iterable[Any]) -> list[Any]:
+        """Return the samples of which a batch has more elements with one of them twice.
+
+        That it has any says too little: if nothing is left, a collate function may make a batch of zeros. That it does
+        not grow says too little for those that are not the largest: two short ones may be packed in one row.
         """
-        there = _there(samples)
         if not self.has_own_collate:
-            return there
-        return [sample for sample in there if self.elements_of([sample], 1) < self.elements_of([sample], 2)]
-
-    @cached_property
-    def left_of_first(self) -> list[Any]:
-        """The first samples of the reader that collating does not leave out; all if no batch grows with any of these.
-
-        They are not left out then: collating may make one batch of however many.
-        """
-        return self.left(self.reader.first) or _there(self.reader.first)
+            return list(samples)
+        return [sample for sample in samples if self.elements_of([sample], 1) < self.elements_of([sample], 2)]
 
     @property
     def may_drop(self) -> bool:
@@ -204,10 +203,6 @@ class KnownSamples:
         else:
             return 0, 0
         return self.elements_of([example], count), two + added * (count - 2)
-
-
-def _there(samples: Iterable[Any]) -> list[Any]:
-    return [sample for sample in samples if sample is not None]
 
 
 def _one_of_each_first(groups: list[list[Any]]) -> list[Any]:

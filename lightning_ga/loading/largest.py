@@ -94,7 +94,8 @@ class Largest:
     def _by_fields_and_by_elements(self) -> tuple[list[Any], list[Any]]:
         """Return the kept samples that collating does not drop in two orders: the longest of fields first, and by size.
 
-        If it drops them all, those of the first are taken.
+        If it drops them all, those of the first are taken. If no batch grows with any of these, none is dropped:
+        collating may make one batch of however many.
         """
         known = self._known
         text = known.has_own_collate
@@ -102,6 +103,6 @@ class Largest:
         for place in self._extents:  # the one of elements is the last
             for *_, sample in self._kept[place]:
                 kept.setdefault(id(sample), sample)
-        by_fields = known.left(kept.values()) or known.left_of_first
+        by_fields = known.growing(kept.values()) or known.growing(known.reader.first) or [*kept.values()]
         by_elements = sorted(by_fields, key=lambda sample: elements(sample, text=text), reverse=True)
         return by_fields, by_elements

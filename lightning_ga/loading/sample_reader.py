@@ -113,10 +113,8 @@ class SampleReader:
         if self._moved_by_reading():
             return
         lists = map(list, zip(indices))
-        with (
-            uncounted(),
-            self.fetched(lists, partial(_then_reseeded, self.loader.dataset)) as reads,
-        ):  # samples lie on the host
+        reseeding = partial(_then_reseeded, self.loader.dataset)
+        with uncounted(), self.fetched(lists, reseeding) as reads:  # samples lie on the host
             for samples in until_error(reads):
                 if not isinstance(samples, (list, tuple)) or len(samples) != 1:
                     return  # ``__getitems__`` returns a batch

@@ -247,7 +247,10 @@ class TrialBatches:
         known = self._known
         if known is None:
             return self.cutter.halves(move(self._whole()), count, multiple)
-        chosen = unlike(known.left_of_first, count, multiple)
+        samples = [sample for sample in known.reader.first if sample is not None]
+        chosen = unlike(samples, count, multiple)
+        if not all(map(known.is_kept, chosen)):
+            chosen = unlike(list(filter(known.is_kept, samples)), count, multiple)
         if len(chosen) < 2:
             return None
         whole = move(known.collate(chosen, len(chosen), seed=seed))

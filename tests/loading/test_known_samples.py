@@ -538,3 +538,20 @@ def test_samples_are_read_in_order_whatever_the_loader_says() -> None:
     lists = [[*range(start, start + 4)] for start in range(0, 24, 4)]
     with KnownSamples(loader).reader.fetched(lists, list, workers=2) as reads:
         assert [*reads] == lists
+
+
+def test_short_samples_that_share_a_row_are_not_taken_for_dropped_ones() -> None:
+    """A batch of two of them is no larger than one of one."""
+
+    def packed(batch: list[Any]) -> torch.Tensor:
+        rows = [torch.zeros(0)]
+        for sample in batch:
+            if len(rows[-1]) + len(sample) > 8:
+                rows.append(torch.zeros(0))
+            rows[-1] = torch.cat([rows[-1], sample])
+        return torch.stack([torch.nn.functional.pad(row, (0, 8 - len(row))) for row in rows])
+
+    rows: Any = [torch.ones(8 if number % 2 else 2) for number in range(20)]
+    known = KnownSamples(DataLoader(rows, 4, collate_fn=packed))
+    assert not known.were_seen_dropped
+    assert {len(example) for example in known.examples} == {2, 8}
