@@ -10,14 +10,7 @@ from hydra.errors import ConfigCompositionException, MissingConfigException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_ga.app.other_tools import (
-    LIBRARIES,
-    PLUGINS,
-    WORDS,
-    Groups,
-    by_nearest,
-    in_our_words,
-)
+from lightning_ga.app.other_tools import LIBRARIES, PLUGINS, WORDS, Groups, by_nearest, in_our_words
 
 
 def of_line(error: BaseException, said: BaseException, overrides: Sequence[str], groups: Groups) -> str | None:
