@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 
 from lightning_ga.memory.trace import rounded_up
 
@@ -25,8 +24,6 @@ _PLAIN: tuple[type, ...] = (Tensor, Parameter)
 _CREATES = (torch.ops.aten.lift_fresh.default, torch.ops.aten.resize_.default, torch.ops.aten.resize_as_.default)
 # Adds to a sparse tensor in place by making its parts anew: how backward passes accumulate sparse gradients.
 _ADDS = torch.ops.aten.add_.Tensor
-
-_ALONE = 2  # references to a storage that only one tensor has: its own, and that of the object in Python
 
 
 class HeldStorage(weakref.ref[torch.UntypedStorage]):
@@ -183,6 +180,7 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _see(self, outputs: Iterable[Tensor], func: Any, args: Any, kwargs: Any) -> None:
         """Count the storages of an operation's outputs, except older ones that do not count."""
+        older: set[int] | None = None
         for tensor in outputs:
             storage = _storage_of(tensor)
             if storage is None:
@@ -196,9 +194,9 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if held.counts and held.size != storage.nbytes():
                     self._resize(storage, held)
                 continue
-            is_new = torch._C._storage_Use_Count(storage._cdata) == _ALONE or func in _CREATES
-            is_new = is_new or storage._cdata not in _taken(args, kwargs)
-            counts = is_new and self._counts(tensor) and not _uncounted.get()
+            if older is None:
+                older = set() if func in _CREATES else _taken(args, kwargs)
+            counts = storage._cdata not in older and self._counts(tensor) and not _uncounted.get()
             held = self._hold(storage, counts=counts)
             if counts:
                 self._check(held.size)
@@ -246,7 +244,13 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _taken(args: Any, kwargs: Any) -> set[int]:
     """Return the addresses of an operation's arguments: an output in one of them was not created by it."""
-    return set(addresses(filter(torch.is_tensor, tree_leaves((args, kwargs)))))
+    tensors: list[Tensor] = []
+    for value in (*args, *(kwargs or {}).values()):
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, (list, tuple)):
+            tensors += [item for item in value if isinstance(item, Tensor)]
+    return set(addresses(tensors))
 
 
 def addresses(tensors: Iterable[Tensor]) -> list[int]:
