@@ -240,6 +240,11 @@ class AutoAccumulate(Callback):
         if self._running_fit is not None:
             self._running_fit.restore(RunState.from_dict(state_dict))
 
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Write the rates that schedulers have set into a checkpoint."""
+        if self._running_fit is not None:
+            self._running_fit.rates.save(checkpoint)
+
     def __getstate__(self) -> dict[str, Any]:
         """Return what other processes get: the arguments, not the fit that is running."""
         return {**self.__dict__, **dict.fromkeys(("_fit", "_running_fit", "_evaluation", "_reporter"))}

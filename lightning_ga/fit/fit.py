@@ -66,6 +66,7 @@ class Fit:
         self.data = TrainingData(self.parts, options)
         self.search = LimitSearch(self.parts, options, self.data, lambda: self._rewinder.tensors_kept())
         self.verdict = Verdict(self.parts, options, self.data)
+        self.rates = WindowRates(trainer, options.scale_lr, varies=request.varies)
         self.parts.undo_at_end.enter_context(self.data.intercepted(is_installed))
 
     @property
@@ -113,12 +114,14 @@ class Fit:
             self.data.windows.begin_window,
             parts.gradients.begin_window,
             parts.values.begin_window,
+            self._begin_rates,  # after the window is planned
         ]
         if exchange is not None:
             members.append(exchange.begin_window)
         members.append(parts.shares.begin_window)  # last but the Rewinder's savepoint: a window's time begins here
         parts.undo_at_end.enter_context(parts.values.installed())
-        parts.undo_at_end.enter_context(WindowRates(parts, self.data, self._options.scale_lr).installed())
+        parts.undo_at_end.callback(self.rates.give_back)
+        parts.undo_at_end.enter_context(self.rates.unscaled_for_schedulers())
         parts.undo_at_end.enter_context(self._rewinder.guarding(members))
         self.data.windows.install(exchange)
 
@@ -148,6 +151,20 @@ class Fit:
                 f"The effective batch of {largest:,} samples is above the {total:,} of an epoch: it is a single "
                 "optimizer step over all of them, and a larger batch changes nothing."
             )
+
+    def _begin_rates(self) -> None:
+        """Scale and log the rates of a window by its effective batch."""
+        plan = self.plan
+        assert plan is not None, "windows begin once the data are set up"
+        place = self.parts.place
+        if place.skips_backward:
+            return
+        planner = self.data.windows.planner
+        of_epoch = planner.samples_of_epoch(place.epoch)
+        effective = plan.effective_batch_size
+        if of_epoch is not None:  # a window ends with its epoch
+            effective = min(effective, of_epoch)
+        self.rates.begin_window(effective, planner.recipe.effective)
 
     def start_epoch(self) -> None:
         """Cut the next epoch as its schedule says; ranks agree on limit and verdict.
@@ -185,6 +202,7 @@ class Fit:
             return
         self._rewinder.begin_update(optimizer)
         self.parts.gradients.close_window(optimizer)
+        self.rates.log_window()
         self.verdict.warn()  # this window may have been the first of several passes
 
     def end_micro_batch(self) -> None:
