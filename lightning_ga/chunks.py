@@ -191,6 +191,4 @@ def _mapped(node: Any, visit: Callable[[str, Any], Any], place: str = "") -> Any
 def _length(node: Any, dim: int) -> int | None:
     """Return the length of the first tensor that has an axis, or of a list of no tensors."""
     found = next((each.shape[dim] for each in tensors_in(node) if -each.dim() <= dim < each.dim()), None)
-    if found is None and type(node) is list:
-        return len(node)
-    return found
+    return len(node) if found is None and type(node) is list else found

@@ -57,9 +57,7 @@ def narrow(parameters: Iterable[Tensor]) -> None:
 
 def dtype_of_sum(parameter: Tensor) -> torch.dtype:
     """Return the type of a parameter's gradient in the middle of a window."""
-    if _may_be_wide(parameter):
-        return torch.float32
-    return parameter.dtype
+    return torch.float32 if _may_be_wide(parameter) else parameter.dtype
 
 
 def _may_be_wide(parameter: Tensor) -> bool:

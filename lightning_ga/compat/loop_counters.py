@@ -92,9 +92,7 @@ class LoopPlace(LoopReader):
         factor, recipe_factor, steps, position = left
         if self.factor == factor:
             self.set_factor(recipe_factor)
-        if steps == self._trainer.global_step:
-            return position
-        return None
+        return position if steps == self._trainer.global_step else None
 
     def leave(self, recipe_factor: int, position: object) -> None:
         """Note for the next fit where this one ends. The factor stays, as with Lightning's own scheduler."""

@@ -62,9 +62,7 @@ class BatchPasses(WholePasses):
         self._cutter = cutter
         self._planner = planner  # knows the size of a batch whose samples cannot be counted
         self.samples = 0  # of the window's batches so far, on this rank, each of its largest loader
-        self.sizes: tuple[
-            int, ...
-        ] = ()  # of the pieces of the window's last batch, in units; see ``StepPlanner.units``
+        self.sizes: tuple[int, ...] = ()  # of the pieces of the window's last batch, in ``StepPlanner.units``
         self.has_cut = False  # whether a batch of this fit was cut
 
     def begin_window(self) -> None:

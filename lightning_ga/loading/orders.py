@@ -55,9 +55,7 @@ class Sequential:
     def _dataset_size(self, epoch: int) -> int:
         if self._begun is not None and self._begun[0] == epoch:
             return self._begun[1]
-        if callable(self._length):
-            return self._length()
-        return self._length
+        return self._length() if callable(self._length) else self._length
 
 
 class Shuffled(Sequential):

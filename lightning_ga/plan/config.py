@@ -93,9 +93,7 @@ class Request:
 
     def count_at(self, epoch: int, *, step: int, samples: int) -> int | None:
         """Return the count of the schedule for a window that begins after so many steps and samples."""
-        if self.by_window is None:
-            return self.schedule(epoch)
-        return self.by_window.at(step, samples)
+        return self.schedule(epoch) if self.by_window is None else self.by_window.at(step, samples)
 
     @property
     def varies(self) -> bool:

@@ -20,9 +20,7 @@ def count_items(normalize: Callable[[Any], Any], batch: Any) -> float:
     try:
         return float(found)
     except (TypeError, ValueError, RuntimeError):
-        shape = ""
-        if hasattr(found, "shape"):
-            shape = f" of shape {tuple(found.shape)}"
+        shape = f" of shape {tuple(found.shape)}" if hasattr(found, "shape") else ""
         raise UserError(
             f"normalize returned a {type(found).__name__}{shape} for a batch: it has to return one number, how many "
             "items of the batch its loss is a mean over."

@@ -30,9 +30,7 @@ class Recipe:
     def batches(self, samples: int) -> int:
         """Return the batches on each rank of an epoch of so many samples over all ranks, without the limit."""
         share = ceil_div(samples, self.world_size)
-        if self.drop_last:
-            return share // self.batch_size
-        return ceil_div(share, self.batch_size)
+        return share // self.batch_size if self.drop_last else ceil_div(share, self.batch_size)
 
     def batches_within_limit(self, samples: int) -> int:
         """Return the batches on each rank that the Trainer's limit leaves of an epoch.

@@ -82,9 +82,10 @@ class WindowWeights:
         self.any_reached = True
 
     def leave_out(self) -> None:
-        """Let the micro-batch weigh nothing, and the window be the mean over the others."""
+        """Let the micro-batch weigh nothing, and the window be the mean over the others, if there are any."""
         self.weight = 0.0
         self.pending = 0.0
+        self.may_be_empty = True
 
     def close(self) -> float:
         """Return the scale that makes the weighted sum of all ranks the mean over what has reached a backward pass.

@@ -88,9 +88,7 @@ class ProbedLoop(ProbedTraining):
 
     def resident(self) -> Iterable[Tensor | None]:
         """Return what the user names, or what is seen of the optimizers."""
-        if self._resident is None:
-            return super().resident()
-        return self._resident()
+        return super().resident() if self._resident is None else self._resident()
 
     def reset(self) -> bool:
         """Put back what the user puts back."""

@@ -158,9 +158,7 @@ def _copy_of(thing: Any) -> Any:
     if isinstance(thing, Tensor):
         with torch._C.DisableTorchFunctionSubclass():  # a copy needs nothing of a class of the user's own
             return thing.detach().clone()
-    if isinstance(thing, IOBase):
-        return thing.tell()
-    return generator_state(thing)
+    return thing.tell() if isinstance(thing, IOBase) else generator_state(thing)
 
 
 @torch.no_grad()
@@ -290,10 +288,7 @@ def copied(sample: Any) -> Any:
 
     Nested tensors are cloned: autograd fails on deep copies of them (PyTorch 2.15).
     """
-    clones: dict[int, Any] = {}
-    for tensor in tensors_in(sample):
-        if _is_cloned(tensor):
-            clones[id(tensor)] = tensor.clone()
+    clones = {id(tensor): tensor.clone() for tensor in tensors_in(sample) if _is_cloned(tensor)}
     return deepcopy(sample, clones)
 
 

@@ -154,6 +154,22 @@ def test_a_late_window_leaves_skipped_micro_batches_out() -> None:
     assert late.close() == 1.0
 
 
+def test_a_window_of_which_all_is_left_out_is_zero_and_no_error() -> None:
+    """Also if tokens are counted; one that counts nothing by itself is refused."""
+    for leaves_out in (True, False):
+        late = WindowWeights()
+        for number in range(2):
+            late.weigh_late(5.0 if leaves_out else 0.0, factor=2, first=number == 0)
+            if leaves_out:
+                late.leave_out()
+            late.reach()
+        if leaves_out:
+            assert (late.weight, late.close()) == (0.0, 1.0)
+        else:
+            with pytest.raises(UserError, match="counted 0 in all"):
+                late.close()
+
+
 def test_ranks_have_one_reference_whatever_their_factors() -> None:
     references = set()
     for factor in (2, 4):
