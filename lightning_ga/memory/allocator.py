@@ -115,9 +115,7 @@ class AllocatorMeter:
             return None
         events = torch.cuda.memory._snapshot(self.device)["device_traces"][self.device.index]
         self.stop()
-        if len(events) >= _MOST_EVENTS:
-            return None
-        return as_trace(events, samples)
+        return None if len(events) >= _MOST_EVENTS else as_trace(events, samples)
 
     def stop(self) -> None:
         """Stop a recording that ``start`` began, if there is one."""

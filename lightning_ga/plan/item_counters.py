@@ -94,9 +94,7 @@ def _pick(batch: Any, key: str | int) -> Any:
     except (KeyError, IndexError, TypeError):
         if isinstance(key, str) and hasattr(batch, key):
             return getattr(batch, key)
-    keys = ""
-    if isinstance(batch, Mapping):
-        keys = f" with the keys {sorted(map(str, batch))}"
+    keys = f" with the keys {sorted(map(str, batch))}" if isinstance(batch, Mapping) else ""
     raise UserError(f"normalize looks for {key!r} in a {type(batch).__name__}{keys}: give the right key=…") from None
 
 

@@ -50,10 +50,7 @@ class Recipe:
 
     def epoch(self, samples: int, most: int | None = None) -> "RecipeEpoch":
         """Return an epoch of so many samples; the loop was set up for at ``most`` so many batches."""
-        if most is None:
-            batches = self.batches_within_limit(samples)
-        else:
-            batches = min(most, self.batches(samples))
+        batches = self.batches_within_limit(samples) if most is None else min(most, self.batches(samples))
         return RecipeEpoch(self, batches, min(samples, self.samples_of(batches)))
 
     def samples_of(self, batches: int) -> int:

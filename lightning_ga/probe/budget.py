@@ -37,8 +37,6 @@ class Budget:
         remedy = f"more memory is needed; {self._advice}"
         if measured and self.asked is not None and on_device:
             remedy = f"{self._name}={least_budget(needed)!r} is enough, or {self._advice}"
-        holding = ""
-        if holders is not None:
-            holding = f" As it was recorded: {holders.sentence()}"
+        holding = "" if holders is None else f" As it was recorded: {holders.sentence()}"
         sentence = f"{what} {needed:,} bytes, and {self._bound} leaves {left:,} bytes: {remedy}.{holding}"
         return DoesNotFitError(sentence, needed, left)
