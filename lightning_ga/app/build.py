@@ -25,7 +25,6 @@ from lightning_ga.app.arguments import check_arguments, found_at
 from lightning_ga.app.folders import require_free
 from lightning_ga.app.metric import OptimizedMetric
 from lightning_ga.app.mistakes import is_named, link_of
-from lightning_ga.app.pictures import Pictures
 from lightning_ga.app.plan_report import PlanReport
 from lightning_ga.app.progress_lines import EpochLine, quiet_lightning
 from lightning_ga.app.settings import Progress, Settings, Task
@@ -87,7 +86,7 @@ def build_trainer(cfg: DictConfig, settings: Settings, folder: Path, metric: Opt
     loggers = []
     has_bar = False
     if not settings.dry_run:
-        callbacks += [Pictures(folder), *make_all(cfg, "callbacks")]
+        callbacks += make_all(cfg, "callbacks")
         if settings.checkpoint_every is not None:
             callbacks.append(CheckpointEvery(folder / "checkpoints", settings.checkpoint_every))
         if settings.progress is not Progress.none:

@@ -21,7 +21,6 @@ CONFIG = "config.yaml"
 RESULT = "result.json"
 PLAN = "plan.json"
 PROBE = "probe.svg"
-PICTURES = "pictures.json"
 SCORES = "classification_report.json"
 CONFUSION = "confusion_matrix.json"
 SWEEP = "multirun.yaml"  # which Hydra writes into the folder of a sweep
@@ -41,7 +40,6 @@ class RunFiles:
     probe: str  # a picture of the memory by micro-batch, as SVG
     scores: Mapping[str, Any]
     confusion: Mapping[str, Any]  # names of ``classes``, and ``counts`` by class and prediction
-    pictures: Mapping[str, Any]  # by chapter: ``[PNG in base64, text]`` of each
     loading: str  # code that loads exported weights
     curves: Mapping[str, Curve]
 
@@ -59,7 +57,6 @@ def read_run(folder: Path) -> RunFiles:
         probe=text_of(folder / PROBE),
         scores=read_json(folder / SCORES),
         confusion=read_json(folder / CONFUSION),
-        pictures=read_json(folder / PICTURES),
         loading=text_of(folder / LOADING),
         curves=read_curves(folder / "csv"),
     )

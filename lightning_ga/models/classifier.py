@@ -64,8 +64,8 @@ class Classifier(ReferenceModule):
         self.record({"loss": loss, "acc": accuracy}, len(targets))
         return loss
 
-    def evaluate(self, batch: Batch, stage: str) -> dict[str, Tensor]:
-        """Log loss, ``acc`` and ``top5``; in a test, count the confusion matrix. Return what a prediction does."""
+    def evaluate(self, batch: Batch, stage: str) -> None:
+        """Log loss, ``acc`` and ``top5``; in a test, count the confusion matrix."""
         images, targets = batch
         logits: Tensor = self(images)
         accuracy = self.val_accuracy if stage == "val" else self.test_accuracy
@@ -74,7 +74,6 @@ class Classifier(ReferenceModule):
             self.test_confusion.update(logits, targets)
         self.log(f"{stage}/loss", F.cross_entropy(logits, targets), batch_size=len(targets), sync_dist=True)
         self.log_dict(accuracy, on_step=False, on_epoch=True, batch_size=len(targets))
-        return {"class_probabilities": logits.softmax(dim=1)}
 
     def on_test_epoch_end(self) -> None:
         """Keep the confusion matrix, summed over ranks, as plain numbers."""
@@ -82,7 +81,7 @@ class Classifier(ReferenceModule):
         self.test_confusion.reset()
 
     def predict_step(self, batch: Batch | list[Tensor], batch_idx: int) -> dict[str, Tensor]:
-        """Return ``{"class_probabilities": (batch, num_classes)}``: the command line reads classes by this key."""
+        """Return ``{"class_probabilities": (batch, num_classes)}``."""
         logits: Tensor = self(batch[0])
         return {"class_probabilities": logits.softmax(dim=1)}
 

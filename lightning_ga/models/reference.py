@@ -69,11 +69,11 @@ class ReferenceModule(LightningModule):
         """Log values of the validation set as ``val/…``."""
         self.evaluate(batch, "val")
 
-    def test_step(self, batch: Any, batch_idx: int) -> Any:
-        """Log values of the test set as ``test/…``; return what the page of a run shows of the samples, if anything."""
-        return self.evaluate(batch, "test")
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        """Log values of the test set as ``test/…``."""
+        self.evaluate(batch, "test")
 
-    def evaluate(self, batch: Any, stage: str) -> Any:
+    def evaluate(self, batch: Any, stage: str) -> None:
         """Log the values of a batch, named by the stage."""
         raise NotImplementedError
 

@@ -7,8 +7,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pages
 import pytest
 import torch
+from command_lines import TINY
+from PIL import Image
 
 from lightning_ga.app.ckpt_path import find_checkpoint
 from lightning_ga.app.run_files import read_run
@@ -315,6 +318,21 @@ def test_keys_that_a_train_yaml_of_ones_own_lacks_are_added(typed):
     line = ("--config-dir", "conf")
     assert "write +optimized_metric=val/mse." in typed(*line, "optimized_metric=val/mse").mistake
     assert "write +task=test ckpt_path=best." in typed(*line, "train=false").mistake
+
+
+def test_the_callback_of_the_guide_saves_samples(typed):
+    """A grid of the first test batch, eight a row, in the folder of the run."""
+    for block in pages.blocks(pages.DOCS / "guide" / "command-line.md"):
+        if "save_samples" in block.remark:
+            path = Path(block.remark.removeprefix("file: "))
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(block.text)
+    run = typed(*TINY, "--config-dir", "conf", "callbacks=[default,save_samples]")
+    assert run.code == 0, run.err
+    with Image.open(run.folder / "samples.png") as image:
+        assert image.size == (8 * 34 + 2, 8 * 34 + 2)
+        low, high = image.convert("L").getextrema()
+    assert low < 50 < 200 < high
 
 
 @pytest.mark.slow

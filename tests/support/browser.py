@@ -35,10 +35,9 @@ function look(frame) {{
   const drawn = one => one.querySelectorAll("path").length + one.querySelectorAll("text").length
   const drawings = [...page.querySelectorAll("svg")].filter(one => !one.closest(".tabs"))
   const pictures = drawings.map(one => seen(one) && drawn(one) > 9)
-  const images = [...page.images].map(one => seen(one) && one.complete && one.naturalWidth > 0)
   const fetched = frame.contentWindow.performance.getEntriesByType("resource").map(one => one.name)
   return {{
-    width, scroll: page.documentElement.scrollWidth, tabs, pictures, images,
+    width, scroll: page.documentElement.scrollWidth, tabs, pictures,
     outside: outside.map(one => one.outerHTML.slice(0, 80)),
     fetched: fetched.filter(name => !name.startsWith("data:")),
   }}
