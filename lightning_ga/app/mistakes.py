@@ -74,9 +74,7 @@ def of_values(text: str, overrides: Sequence[str]) -> str:
     for word in overrides:
         if "." in word.partition("=")[0] and is_named(word, text):
             named.append(word.lstrip("+"))
-    if named:
-        return f"{', '.join(named)}: {text}"
-    return text
+    return f"{', '.join(named)}: {text}" if named else text
 
 
 def is_named(word: str, text: str) -> bool:

@@ -36,9 +36,7 @@ def config_folder() -> Path:
     """``conf``: inside the package in a wheel, beside it in the source tree."""
     package = Path(__file__).resolve().parents[1]
     inside = package / "conf"
-    if inside.is_dir():
-        return inside
-    return package.parent / "conf"
+    return inside if inside.is_dir() else package.parent / "conf"
 
 
 def is_override(word: str) -> bool:

@@ -140,15 +140,11 @@ def schedule_text(accumulate: Any) -> str:
         return ""
     schedule = request.schedule
     unit = schedule.unit.removesuffix("s")
-    parts = []
-    for start, count in zip(schedule.starts, schedule.counts):
-        parts.append(f"from {unit} {start:,} on {count:,}")
+    parts = [f"from {unit} {start:,} on {count:,}" for start, count in zip(schedule.starts, schedule.counts)]
     if len(parts) > MOST_CHANGES:
         parts[MOST_CHANGES:-1] = ["…"]
     text = ", ".join(parts)
-    if request.is_factor:
-        return f"factor {text}"
-    return text
+    return f"factor {text}" if request.is_factor else text
 
 
 def find_accumulate(trainer: Trainer) -> Any:

@@ -126,9 +126,7 @@ def walk(content: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def text_of(path: Path) -> str:
     """The text of a file, with signs in place of bytes that are not UTF-8; empty if there is none."""
-    if path.is_file():
-        return path.read_text(encoding="utf-8", errors="replace")
-    return ""
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
 def read_json(path: Path) -> dict[str, Any]:

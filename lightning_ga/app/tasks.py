@@ -162,10 +162,8 @@ def fit(run: BuiltRun, checkpoint: Path | None) -> Metrics:
 
 def best_of(run: BuiltRun) -> ModelCheckpoint | None:
     """The callback that has kept the best checkpoint: by the optimized metric, else by another of the user's own."""
-    kept = []
-    for callback in run.trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint) and callback.best_model_path:
-            kept.append(callback)
+    callbacks = [each for each in run.trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
+    kept = [each for each in callbacks if each.best_model_path]
     return min(kept, key=lambda each: (each.monitor != run.metric.name, each.monitor is None), default=None)
 
 

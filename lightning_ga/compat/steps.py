@@ -163,9 +163,7 @@ def muted(trainer: Any) -> Iterator[None]:
     hooks = call._call_callback_hooks
 
     def unless_muted(other: Any, *arguments: Any, **settings: Any) -> Any:
-        if other is trainer:
-            return None
-        return hooks(other, *arguments, **settings)
+        return None if other is trainer else hooks(other, *arguments, **settings)
 
     with (
         shadowed(call, "_call_callback_hooks", unless_muted),

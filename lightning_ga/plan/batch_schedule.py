@@ -153,9 +153,7 @@ def geometric(start: int, end: int, *, steps: int, factor: int = 2) -> Piecewise
         else:
             counts.append(max(start // power, end))
     levels = max(1, len(counts) - 1)
-    by_start = {}
-    for level, count in enumerate(counts):
-        by_start[ceil_div(level * steps, levels)] = count  # of several, the last
+    by_start = {ceil_div(level * steps, levels): count for level, count in enumerate(counts)}  # of several, the last
     return _piecewise(f"geometric({start}, {end}, {steps=}, {factor=})", "step", by_start)
 
 

@@ -139,9 +139,8 @@ class ProbedTrainer(ProbedTraining):
     def _noting_reached(self) -> Iterator[None]:
         """Return a context for a step, after which it is known whether all gradients are there that were assumed."""
         reached = set[Tensor]()
-        hooks = []
-        for parameter in self._assumed:
-            hooks.append(parameter.register_post_accumulate_grad_hook(reached.add))  # type: ignore[no-untyped-call]
+        note = reached.add
+        hooks = [each.register_post_accumulate_grad_hook(note) for each in self._assumed]  # type: ignore[no-untyped-call]
         try:
             yield
             self.reached_all = reached.issuperset(self._assumed)

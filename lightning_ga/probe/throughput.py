@@ -42,9 +42,8 @@ def time_windows(
         if high - low < 2:
             break
         time((low + high) // 2)
-    by_size = {}
-    for factor in sorted(timings, reverse=True):  # of several with one size, that with the fewest passes
-        by_size[timings[factor].micro_batch_size] = timings[factor]
+    falling = [timings[factor] for factor in sorted(timings, reverse=True)]
+    by_size = {timing.micro_batch_size: timing for timing in falling}  # of several, that with the fewest passes
     return tuple(by_size.values())
 
 
