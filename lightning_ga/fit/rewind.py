@@ -174,6 +174,8 @@ class Rewinder:
         messages.end_run_if(retry_once(self._undo), self._parts.trainer, "training", messages.CHANGED, failure)
         fits = self._remedies.apply(remedy)  # by trial steps, which need the state from before
         self._windows.plan_again()
+        if self._retried is not None:
+            self._retried.count_anew()
         self._reporter.add(self._reporter.survived("training", remedy.before, fits, self._parts.limit.unit))
 
     def _undo(self) -> str | None:

@@ -27,6 +27,10 @@ class RepeatedRetries:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.count_anew()
+
+    def count_anew(self) -> None:
+        """Forget the retries so far: an error follows on some, and its window runs again in smaller passes."""
         self._count = self._retries()
         self._in_row = 0  # windows with retries
 

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ga import AutoAccumulate, ExactnessWarning, UserError
 from lightning_ga.fit.rewind import Rewinder
+from lightning_ga.memory.allocator import RepeatedRetries
 from lightning_ga.plan.exactness_verdicts import SAME_RESULT
 from lightning_ga.snapshot.savepoint import Savepoint
 
@@ -134,6 +135,33 @@ def memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
         return guarding(rewinder, members)
 
     monkeypatch.setattr(Rewinder, "guarding", short)
+
+
+def test_an_error_after_retries_is_no_window_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allocator frees its cache before each of two errors of one window: the limit falls twice, not thrice."""
+    failed: list[None] = []
+
+    class FailsTwice(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            if self.global_step == 1 and len(failed) < 2:
+                failed.append(None)
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return super().training_step(batch, batch_idx)
+
+    guarding = Rewinder.guarding
+
+    def counted(rewinder: Rewinder, members: Any) -> Any:
+        rewinder._retried = RepeatedRetries(torch.device("cpu"))
+        return guarding(rewinder, members)
+
+    monkeypatch.setattr(RepeatedRetries, "_retries", lambda _: len(failed))
+    monkeypatch.setattr(Rewinder, "guarding", counted)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        module, callback = train_with_faults(module=FailsTwice())
+    assert callback.oom_events == 2
+    assert not any("memory is fragmented" in str(each.message) for each in caught)
+    assert max(len(indices) for step, indices in module.micro_batches if step >= 1) == 2
 
 
 @pytest.mark.parametrize("mode", ["loader", "step"])

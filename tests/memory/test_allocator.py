@@ -78,3 +78,14 @@ def test_retries_in_two_windows_running_are_seen(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: {"num_alloc_retries": next(counts)})
     retries = RepeatedRetries(torch.device("cuda"))
     assert [retries.after_window() for _ in range(6)] == [False, False, False, False, True, False]
+
+
+def test_retries_before_an_error_are_those_of_no_other_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window that runs again twice is no two windows."""
+    counts = iter([0, 1, 2, 3, 4, 5, 6])
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: {"num_alloc_retries": next(counts)})
+    retries = RepeatedRetries(torch.device("cuda"))
+    for _ in range(2):
+        assert not retries.after_window()
+        retries.count_anew()
+    assert [retries.after_window(), retries.after_window()] == [False, True]
