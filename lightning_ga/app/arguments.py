@@ -28,11 +28,17 @@ KINDS: Mapping[Any, str] = {  # of annotations that a plain value can be compare
     dict: "a mapping ({{KEY: VALUE}})",
     Callable: "a class ({{_target_: NAME}})",
 }
+NOT_ZERO = {  # arguments that are divided by, and what to type in place of zero
+    "check_val_every_n_epoch": "trainer.limit_val_batches=0 leaves validation out",
+    "val_check_interval": "trainer.limit_val_batches=0 leaves validation out",
+    "rows": "the default is 200000",
+    "step_size": "lr_scheduler=none keeps the learning rate as it is",
+}
 Known = Mapping[str, Parameter]
 
 
 def check_arguments(key: str, raw: Any, content: Any, *, failed: bool = False) -> None:
-    """Refuse arguments that no class can be called with, and values that contradict annotations.
+    """Refuse arguments that no class can be called with, values that contradict annotations, and zeros to divide by.
 
     Those of libraries always count, those of other classes for what is typed.
 
@@ -75,6 +81,8 @@ def check_call(key: str, keys: Mapping[Any, str], content: Mapping[Any, Any], *,
             if is_to_be_compared and not is_like_default and not fits(value, parameter.annotation):
                 takes = f"{target.__name__} takes {described(parameter.annotation)} as {name}"
                 raise UserError(f"{keys[name]}={as_typed(value)} does not fit: {takes}.")
+            if is_library and name in NOT_ZERO and as_typed(value) == "0":
+                raise UserError(f"{keys[name]}=0 must be above 0; {NOT_ZERO[name]}.")
         elif is_closed or (failed and known):
             refuse_unknown(f"{key}.{name}={as_typed(value)}", target.__name__, name, known)
     if failed and not content.get("_partial_"):

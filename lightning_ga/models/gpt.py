@@ -40,7 +40,7 @@ class GPT(ReferenceModule):
         heads: int = 4,
         **training: Any,
     ) -> None:
-        if width % heads:
+        if heads < 1 or width % heads:
             raise UserError(f"model.heads={heads} does not divide model.width={width}: change one of them.")
         super().__init__(("loss",), **training)
         self.net = Decoder(vocabulary, context, width, depth, heads)
