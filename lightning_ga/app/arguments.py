@@ -121,9 +121,7 @@ def found_at(key: str, path: str) -> Any:
 def referred(raw: Any) -> str | None:
     """The key that an interpolation takes its value from: ``optimizer`` of ``${optimizer}``."""
     found = re.fullmatch(r"\$\{(?:oc\.select:)?([\w.]+)\}", str(raw))
-    if found:
-        return found[1]
-    return None
+    return found[1] if found else None
 
 
 def is_typed(key: str) -> bool:

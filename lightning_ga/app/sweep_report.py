@@ -53,8 +53,7 @@ def differing_keys(sweep: Sweep) -> Sequence[str]:
 def write_table(path: Path, sweep: Sweep) -> None:
     """Write the jobs as CSV, with all that was set in each."""
     rows: list[list[Any]] = [["job", sweep.metric, "outcome", "overrides"]]
-    for job in sweep.jobs:
-        rows.append([job.name, job.result.get(sweep.metric), job.outcome, job.overrides])
+    rows += [[job.name, job.result.get(sweep.metric), job.outcome, job.overrides] for job in sweep.jobs]
     with path.open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows(rows)
 

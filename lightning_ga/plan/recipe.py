@@ -68,9 +68,7 @@ class RecipeEpoch:
 
     def batches_done(self, samples: int) -> int:
         """Return the batches that have ended when so many samples of the epoch are done, over all ranks."""
-        if samples >= self.samples:
-            return self.batches
-        return samples // self.recipe.samples_of(1)
+        return self.batches if samples >= self.samples else samples // self.recipe.samples_of(1)
 
 
 @dataclass(frozen=True, slots=True)

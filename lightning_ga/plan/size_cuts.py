@@ -127,9 +127,7 @@ def _greedy(descending: Sequence[int], budget: int, most: int) -> list[int]:
 
 def _fitting(largest: int, budget: int, most: int) -> int:
     """Return the most samples of a micro-batch, one at least."""
-    if not largest:
-        return most
-    return max(1, min(most, budget // largest))
+    return most if not largest else max(1, min(most, budget // largest))
 
 
 def _spans(descending: Sequence[int], limits: SizeLimits, number: int) -> list[tuple[int, int]]:
