@@ -152,7 +152,10 @@ class LoopPlace(LoopReader):
         return patching.shadowed(self._loop, "_accumulated_batches_reached", lambda: self.begins_window)
 
     def begin_at(self, window: int, *, continues_epoch: bool) -> None:
-        """Let a restored loop begin with a window, in this run's micro-batches, of its epoch or of the next."""
+        """Let a restored loop begin with a window, in this run's micro-batches.
+
+        It is a window of the loop's epoch if the run ``continues_epoch``, else of the next.
+        """
         loop = self._loop
         batch_end_is_due = loop.restarted_on_train_batch_end  # before ``_set``: Lightning 2.5 reads it off the counts
         if not continues_epoch:

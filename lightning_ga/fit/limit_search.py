@@ -58,7 +58,7 @@ class LimitSearch:
             or ranks.is_sharded(self._parts.trainer)
         )
         self._asked = 0  # samples that the last question was about, on this rank
-        self.found = Found()  # the answer to it; errors lower ``Limit``, never this
+        self.found = Found()  # the answer to it: searches set this, and errors lower ``Limit`` alone
         self.recomputed = RecomputedParts(self._parts.trainer.lightning_module)
         self._always = () if options.checkpoint == "auto" else options.checkpoint  # computed again, whatever fits
         submodules(self._parts.trainer.lightning_module, self._always, "checkpoint=")

@@ -82,7 +82,7 @@ class LoaderPlanner:
             world_size=self._sharing_ranks,
         )
         if not self.source.samples.can_be_read_apart:
-            # The one batch that a trial can have is the first micro-batch. Until it is read, it is a whole share.
+            # A trial can have one batch, the first micro-batch. Until that is read, it is planned as a whole share.
             share = ceil_div(self.effective(epochs.start), self.recipe.world_size)
             high = min(high, self._first_micro_batch_read or share)
         return self.source.capped(max(1, high))

@@ -161,7 +161,7 @@ class Judgement:
         level = self._tolerance
         if noise > self._tolerance:
             level = _NOISE * noise
-            # An error within the noise is not told, as it may be noise alone. BatchNorm is known to couple samples.
+            # An error within the noise may be noise alone, so its number is left out. BatchNorm couples samples anyway.
             if found.error <= level and self._layers:
                 return self._exactness("batch_norm")
             if found.error <= level:
