@@ -151,21 +151,24 @@ class LoopPlace(LoopReader):
         # The count of ready batches has the running one: it ends a window if the next begins one.
         return patching.shadowed(self._loop, "_accumulated_batches_reached", lambda: self.begins_window)
 
-    def begin_at(self, window: int, *, same_epoch: bool) -> None:
-        """Let a restored loop begin with a window of the epoch, in this run's micro-batches."""
+    def begin_at(self, window: int, *, continues_epoch: bool) -> None:
+        """Let a restored loop begin with a window, in this run's micro-batches.
+
+        It is a window of the loop's epoch if the run ``continues_epoch``, else of the next.
+        """
         loop = self._loop
         batch_end_is_due = loop.restarted_on_train_batch_end  # before ``_set``: Lightning 2.5 reads it off the counts
-        if not same_epoch:
+        if not continues_epoch:
             self._begin_next_epoch()
-        loop.batch_progress.is_last_batch = same_epoch and loop.batch_progress.is_last_batch
-        self._set(window * self.factor, batch_end_is_due=batch_end_is_due, total=same_epoch)
+        loop.batch_progress.is_last_batch = continues_epoch and loop.batch_progress.is_last_batch
+        self._set(window * self.factor, batch_end_is_due=batch_end_is_due, total=continues_epoch)
         self._align_logger_steps()
 
     def begin_epoch_after_last_batch(self) -> None:
         """Let a loop restored after its epoch's last batch count from zero, also from a stock checkpoint."""
         progress = self._loop.batch_progress  # Lightning itself moves on from the number of batches that it knows
         if self.restarts and progress.is_last_batch and progress.current.ready != self._fit_loop.max_batches:
-            self.begin_at(0, same_epoch=False)
+            self.begin_at(0, continues_epoch=False)
 
     def iterate_again(self) -> None:
         """Start the epoch's iterator anew, as ``training_epoch_loop.py`` does from the second epoch on."""

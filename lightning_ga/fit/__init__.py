@@ -1,1 +1,1 @@
-"""One fit: to read it, begin with ``fit``, ``windows`` and ``rewind``; ``exactness`` is the measurement."""
+"""One fit: to read it, begin with ``fit``, ``window_base`` and ``rewind``; ``exactness`` is the measurement."""

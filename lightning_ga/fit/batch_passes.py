@@ -70,9 +70,11 @@ class BatchPasses(WholePasses):
         self.samples = 0
         self.sizes = ()
 
-    def closure(self, lightning_closure: Any, make: Callable[..., Any], given: Any, *others: Any) -> Callable[[], Any]:
+    def closure(
+        self, lightning_closure: Any, make_closure: Callable[..., Any], step_kwargs: Any, *others: Any
+    ) -> Callable[[], Any]:
         """Return the closure that runs one batch of the loop; see ``closures.intercepted_closures``."""
-        batch = given["batch"]
+        batch = step_kwargs["batch"]
         limit = self._parts.limit
         units, batch_samples = self._count(batch)
         limit.cut_evenly(units)
@@ -83,7 +85,7 @@ class BatchPasses(WholePasses):
         self.has_cut = True
 
         def of_piece(piece: Any) -> Any:
-            return make({**given, "batch": piece}, *others)
+            return make_closure({**step_kwargs, "batch": piece}, *others)
 
         return partial(self._run_pieces, of_piece, batch, batch_samples)
 

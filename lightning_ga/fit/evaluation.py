@@ -1,4 +1,7 @@
-"""Survive out-of-memory errors in evaluation: a batch is the unit of undo, and runs again in smaller pieces."""
+"""Survive out-of-memory errors in evaluation: a batch is the unit of undo, and runs again in smaller pieces.
+
+Tested in tests/fit/test_evaluation.py.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -123,7 +126,7 @@ class _LoaderPieces:
             others = exchanged()
             if in_pieces and others is not None:  # other ranks run one collective a batch, this one would run more
                 raise messages.out_of_memory(self._trainer, self._stage, messages.OTHERS_WAIT, others)
-        self._pass_size = sizes[0]  # of the largest: that of an error in merging, which needs the outputs of all pieces
+        self._pass_size = sizes[0]  # an error in merging, which needs all outputs, counts as one of the largest piece
         return pieces.finish()
 
     def failed_samples(self, batch: Any, failure: Exception, limit: int | None) -> int:

@@ -83,9 +83,9 @@ class Fit:
             gc.collect()
         parts = self.parts
         windows = self.data.windows
-        same_epoch = windows.adopt_position()  # first: it may reopen the loop's epoch
+        continues_epoch = windows.adopt_position()  # first: it may reopen the loop's epoch
         self._hold_to_budget()
-        parts.undo_at_end.callback(parts.gradients.stop_zeroing)
+        parts.undo_at_end.callback(parts.gradients.end_weightless_pass)
         parts.undo_at_end.enter_context(parts.gradients.summed_in_float32())
         if parts.limit.chunked is not None:
             parts.undo_at_end.enter_context(parts.limit.chunked.installed())
@@ -103,7 +103,7 @@ class Fit:
             windows.begin_epoch(parts.place.epoch)  # the hook of the epoch's start finds it begun
             self.verdict.measure_at_start()
         self._begin_windows(remedies, exchange)
-        windows.begin_reading(same_epoch=same_epoch)
+        windows.begin_reading(continues_epoch=continues_epoch)
 
     def _begin_windows(self, remedies: Remedies, exchange: AnyExchange | None) -> None:
         """Let the loop run windows from here on; their members begin each of them in this order."""
@@ -169,8 +169,8 @@ class Fit:
     def start_epoch(self) -> None:
         """Cut the next epoch as its schedule says; ranks agree on limit and verdict.
 
-        If windows have grown, they are asked about as at the start. The first epoch has begun in ``start``, with each
-        rank's own limit: if that changes here, ``begin_window`` cuts it again. ``begin_epoch`` cuts every later one.
+        If its windows are larger than any before, the limit is looked for again. In the first epoch ``begin_epoch``
+        does nothing, because ``start`` has begun it: ``begin_window`` follows a limit that changes here.
         """
         parts = self.parts
         parts.shares.follow_limits(parts.limit.samples)
@@ -259,7 +259,7 @@ class Fit:
         max_steps = inf if self.trainer.max_steps == -1 else self.trainer.max_steps
         steps = 0
         samples = 0
-        for epoch in range(max(1, last)):
+        for epoch in range(max(1, last)):  # ``estimated_stepping_batches``, too, counts ``max_epochs=0`` as one
             if steps >= max_steps:
                 break
             counted = self.data.windows.planner.steps_of(epoch, steps=steps, samples=samples)

@@ -54,7 +54,7 @@ class Gradients:
         self._sparse: list[torch.nn.Parameter] | None = None  # parameters that may have sparse gradients, once known
         self._half: list[torch.Tensor] = []  # parameters whose gradients are summed in float32
         self._owes_rounding_warning = False  # whether a warning is due that torch rounds these sums
-        self.passes = 0  # of the window, that have begun
+        self._passes = 0  # of the window, that have begun
         self._losses = 0  # of these passes, that have a loss
         self._has_warned = False
 
@@ -71,8 +71,8 @@ class Gradients:
 
     def begin_window(self) -> None:
         """Begin a window, or begin it again after an error."""
-        self.stop_zeroing()
-        self.passes = 0
+        self.end_weightless_pass()
+        self._passes = 0
         self._losses = 0
 
     @property
@@ -117,7 +117,7 @@ class Gradients:
             self._weigh_share(count, of=total)
         elif is_whole_window and total > 0:
             self._weigh_known(count, planned=count, window_samples=total)
-        elif is_whole_window and self._counter is None:  # it has no sample
+        elif is_whole_window and self._counter is None:  # a batch without samples: 0 of 0 weighs 1
             self._weigh_share(count, of=total)
         else:  # the total is known as the window ends; a counter that counts nothing in all of it is refused there
             self._weigh_late(count)
@@ -125,6 +125,7 @@ class Gradients:
         return count / total if total else 0.0
 
     def _weigh_share(self, count: float, *, of: float) -> None:
+        """Weigh the next pass by its share in a batch, ``count / of``; 0 of 0 weighs 1."""
         is_first = self._begin_pass()
         self.weights.weigh_share(count, of=of, first=is_first)
 
@@ -146,8 +147,8 @@ class Gradients:
 
     def _begin_pass(self) -> bool:
         """Count a pass; return whether it is the window's first."""
-        self.passes += 1
-        return self.passes == 1
+        self._passes += 1
+        return self._passes == 1
 
     def apply_weight(self, loss: torch.Tensor) -> None:
         """Multiply the backward pass that begins by its weight; at weight 0, make its gradients zero."""
@@ -166,7 +167,7 @@ class Gradients:
         """Name the pass that begins; if its sample is left out, let it compute and weigh nothing."""
         if not self._may_leave_out:
             return
-        self.running = self.passes - 1
+        self.running = self._passes - 1
         self.shapes = " ".join(str(tuple(tensor.shape)) for tensor in tensors_in(batch))
         if self.running in self.left_out:
             self.weights.leave_out()
@@ -181,13 +182,13 @@ class Gradients:
 
     def settle(self) -> None:
         """After a backward pass, coalesce sparse gradients; widen half-precision ones if they will change later."""
-        self.stop_zeroing()
+        self.end_weightless_pass()
         if self._sparse is None:
             self._sparse = sparse_parameters(self._trainer.lightning_module)
         if self._sparse:
             coalesce_gradients(self._sparse)
         weighs_all = self.weights.weight == 1.0  # a first piece of several weighs less
-        is_whole_window = self._factor == 1 and self.passes == 1 and weighs_all
+        is_whole_window = self._factor == 1 and self._passes == 1 and weighs_all
         if is_whole_window:
             return
         if self._half:
@@ -202,12 +203,12 @@ class Gradients:
         if scale != 1.0:
             scale_gradients(optimizer, scale)
         gradient_dtype.narrow(self._half)
-        if 0 < self._losses < self.passes and not self._has_warned:
+        if 0 < self._losses < self._passes and not self._has_warned:
             self._has_warned = True
             meaning = AS_ZEROS if self.normalize is None else AS_MEAN
             rank_zero_warn(LEFT_OUT.format(meaning=meaning), category=ExactnessWarning)
         self.begin_window()  # LBFGS and SAM evaluate it again
 
-    def stop_zeroing(self) -> None:
-        """Let the step run, and gradients come as they are, again after a pass of weight 0."""
+    def end_weightless_pass(self) -> None:
+        """Let the module's own step run, and gradients come as they are, again after a pass that weighs nothing."""
         self._weightless.close()

@@ -1,6 +1,6 @@
 """The limit of a fit: the most samples of a micro-batch or piece, or of a chunk with ``whole=``.
 
-``limit_search.py`` finds it, and ``rewind.py`` lowers it after an error.
+``limit_search.py`` finds it, and ``remedies.py`` lowers it once memory is short.
 
 Tested in tests/integration/test_probe.py and tests/integration/test_survive.py.
 """
@@ -59,7 +59,7 @@ class Limit:
             self.of_first_passes = self.of_pass
 
     def fall(self, samples: int) -> None:
-        """Lower the limit to so many samples, if it is larger: a larger pass has run out of memory, on any rank."""
+        """Lower the limit to so many samples, if it is larger: memory was short in a larger pass, on any rank."""
         if samples < self.samples:
             self.samples = samples
             self.has_fallen = True

@@ -31,7 +31,7 @@ from lightning_ga.probe.budget import DoesNotFitError
 from lightning_ga.probe.cache import forget
 from lightning_ga.probe.cache import hardware as describe_hardware
 from lightning_ga.probe.probed_trainer import FailedOnRanksError, TrainingSetup
-from lightning_ga.probe.trainer_limit import Found, choose_recomputed, find_limit, keeps_history, recomputable
+from lightning_ga.probe.trainer_limit import Found, choose_recomputed, find_limit, memory_grows_over_steps, recomputable
 from lightning_ga.recompute.wrapper import RecomputedParts, submodules
 
 
@@ -58,7 +58,7 @@ class LimitSearch:
             or ranks.is_sharded(self._parts.trainer)
         )
         self._asked = 0  # samples that the last question was about, on this rank
-        self.found = Found()  # the answer to it, in which what errors have left of a limit does not show
+        self.found = Found()  # the answer to it: searches set this, and errors lower ``Limit`` alone
         self.recomputed = RecomputedParts(self._parts.trainer.lightning_module)
         self._always = () if options.checkpoint == "auto" else options.checkpoint  # computed again, whatever fits
         submodules(self._parts.trainer.lightning_module, self._always, "checkpoint=")
@@ -213,7 +213,7 @@ class LimitSearch:
         return self._parts.request.capped(self._limit_of_all(fits, tried=tried, useful=useful))
 
     def _limit_of_all(self, fits: int, *, tried: int, useful: int) -> int:
-        """Return the limit of all batches, if so many samples of a trial batch fit, of those that were ``tried``."""
+        """Turn the result of a trial, that ``fits`` of ``tried`` samples fit, into the limit of all batches."""
         if fits == NO_LIMIT:  # batches cannot be cut
             return NO_LIMIT
         all_fit = fits >= tried
@@ -243,7 +243,7 @@ class LimitSearch:
 
     def _ask(self, tried: int, setup: TrainingSetup) -> int:
         """Return the limit that trial steps show; a program for which they fail trains as its recipe says."""
-        if keeps_history(self._parts.trainer) and self._options.budget is None:
+        if memory_grows_over_steps(self._parts.trainer) and self._options.budget is None:
             return tried  # whole batches, until an error
         try:
             self.found = self._probe(tried, setup)

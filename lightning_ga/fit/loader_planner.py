@@ -33,7 +33,7 @@ class LoaderPlanner:
         self._parts = parts
         self.source = source
         self._cut_by = 0  # the limit by which the epoch was cut
-        self._first_micro_batch_read: int | None = None  # samples of it as it was planned; none until it is read
+        self._first_micro_batch_read: int | None = None  # as it was planned; see ``useful_limit``
 
     def use(self, source: LoaderSource) -> None:
         """Plan epochs of a loader that is loaded again."""
@@ -50,7 +50,7 @@ class LoaderPlanner:
 
     @property
     def _micro_batch_at_start(self) -> int:
-        """The micro-batch that ``accumulate=`` multiplies, in multiples: the recipe's if no limit bounded it."""
+        """What ``accumulate=`` multiplies, rounded to ``micro_batch_multiple``: the recipe's if no limit bounded it."""
         request = self._parts.request
         known = self._parts.limit.micro_batch_at_start(self.recipe.batch_size)
         return whole_multiples(request.capped(known), request.multiple)
@@ -70,20 +70,21 @@ class LoaderPlanner:
         return self.source.epoch(epoch).samples
 
     def note_first(self) -> None:
-        """Note that a first micro-batch was read as it is planned now, because samples cannot be read apart."""
+        """Note that the first micro-batch was read, as it is planned now."""
         self._first_micro_batch_read = self.plan.micro_batch_size
 
     def useful_limit(self, epochs: range) -> int:
-        """Return the largest micro-batch that these epochs can use, and can be tried."""
+        """Return the largest micro-batch that these epochs can use and a trial step can run."""
         high = self._parts.request.useful_limit(
             epochs,
             recipe=self.recipe.effective,
             total=self.source.epoch(epochs.start).samples,
             world_size=self._sharing_ranks,
         )
-        if not self.source.samples.can_be_read_apart:  # the first micro-batch alone can be tried
+        if not self.source.samples.can_be_read_apart:
+            # A trial can have one batch, the first micro-batch. Until that is read, it is planned as a whole share.
             share = ceil_div(self.effective(epochs.start), self.recipe.world_size)
-            high = min(high, self._first_micro_batch_read or share)  # it will be a whole share
+            high = min(high, self._first_micro_batch_read or share)
         return self.source.capped(max(1, high))
 
     def steps_of(self, epoch: int, *, steps: int, samples: int) -> tuple[int, int]:
@@ -109,13 +110,13 @@ class LoaderPlanner:
         if not schedule.is_constant:
             self.plan_window(position.windows_done, position.samples_done)
 
-    def cut(self, *, enabled: bool = True, start: int | None = None) -> None:
-        """Cut the windows of the planned epoch by the limit; the loader begins with the window ``start``."""
+    def cut(self, *, enabled: bool = True, first_window: int | None = None) -> None:
+        """Cut the planned epoch by the limit; the loader begins with this window, or the first that is not done."""
         inputs = self.inputs
         shares = self._parts.shares
         micro_batch = ceil_div(inputs.schedule.largest, self._sharing_ranks)
         self._cut_by = self._parts.limit.samples
-        if enabled:  # else data are being set up: what ``capped`` asks of samples must wait
+        if enabled:  # else data are being set up, and ``capped`` must not collate samples yet
             micro_batch = self._within_limit(micro_batch)
         self.plan = self.source.arrange(
             inputs.epoch,
@@ -126,14 +127,14 @@ class LoaderPlanner:
             ratio=shares.ratio,
             samples_done=inputs.samples_done,
             windows_done=inputs.windows_done,
-            start=start,
+            start=first_window,
             enabled=enabled,
         )
         self._parts.place.set_factor(self.source.epoch_plan.factor)
 
-    def plan_window(self, window_number: int, start: int) -> None:
-        """Plan a window of an epoch in which windows grow; it begins after ``start`` samples."""
-        size = self.inputs.schedule.at(window_number, start)
+    def plan_window(self, window_number: int, samples_done: int) -> None:
+        """Plan a window of an epoch in which windows grow; it begins after so many samples of the epoch."""
+        size = self.inputs.schedule.at(window_number, samples_done)
         self.plan = plan_accumulation(
             size,
             micro_batch=self._within_limit(size),
@@ -166,9 +167,9 @@ class LoaderPlanner:
         """Whether the loop's batches and windows are the recipe's."""
         epoch_plan = self.source.epoch_plan
         # A rank that runs a window again, after an error, goes over to the recipe's clock, by which validation is due
-        # at the ends of windows alone. All ranks must validate at once: the others do if a window is one batch.
-        validate_at_once = self.recipe.world_size == 1 or epoch_plan.factor == 1
-        if self._parts.request.by_window or not validate_at_once or self._parts.shares.differ:
+        # at the ends of windows alone. It would validate later than the others, unless their windows are one batch.
+        reruns_keep_validation_together = self.recipe.world_size == 1 or epoch_plan.factor == 1
+        if self._parts.request.by_window or not reruns_keep_validation_together or self._parts.shares.differ:
             return False
         recipe_effective = self.source.within_epoch(self.recipe.effective, self.inputs.epoch)
         return (

@@ -54,16 +54,16 @@ class LoaderWindows(CutWindows):
         is_within_epoch = 0 < position.samples_done < self._source.epoch(position.epoch).samples
         if progress.restored is not None and progress.restored.position == position and is_within_epoch:
             self._source.restore_order(progress.restored.order, position.epoch)
-        # Before the limit is known, or if the set-up's iterator would be read on in, the loader yields nothing: another
-        # iterator is made once the epoch is planned.
-        is_enabled = self._parts.limit.is_known and not self._reads_on_after_set_up
+        # Before the limit is known, the loader yields nothing; nor if the loop would keep the iterator of this set-up.
+        # Another iterator is made once the epoch is planned.
+        is_enabled = self._parts.limit.is_known and not self._keeps_iterator_of_set_up
         self.planner.plan_epoch(self._place.epoch, enabled=is_enabled)
 
     @property
-    def _reads_on_after_set_up(self) -> bool:
-        """Whether a restored loop that loads its data again would read on in the iterator of that set-up.
+    def _keeps_iterator_of_set_up(self) -> bool:
+        """Whether the loop, restored, would keep the iterator that is made as its data are loaded again.
 
-        It is made while the loader is as long as the recipe's batches, so it would end too early.
+        The loader is then as long as the recipe's batches, so that iterator ends too early.
         """
         return self._reads and self._place.keeps_iterator
 
@@ -85,7 +85,7 @@ class LoaderWindows(CutWindows):
         self._place.size_epoch(len(self._source.loader))
 
     def adopt_position(self) -> bool:
-        """Adopt the loop's position; return whether a run continues within an epoch."""
+        """Adopt the loop's position; return whether the run continues the epoch of its position."""
         return self._parts.progress.take_over(self._source.epoch(self._place.epoch))
 
     def kept_order(self) -> str | None:
@@ -113,8 +113,10 @@ class LoaderWindows(CutWindows):
             self.planner.plan_epoch(self._place.epoch)
             self._place.size_epoch(self._source.epoch_plan.length)
         loader = self._source.loader
-        before_dry_run = loader.before_dry_run  # see ``loading.rebatch``
-        self._iterate()  # uses it up, and training's iterator needs it once more
+        # This iterator uses up a generator from which training's has to draw the same seed: it is put back.
+        # ``loading.rebatch`` says more.
+        before_dry_run = loader.before_dry_run
+        self._iterate()
         loader.before_dry_run = before_dry_run
         self.planner.note_first()
         batch = advance.first_batch(self._parts.trainer)
@@ -164,12 +166,12 @@ class LoaderWindows(CutWindows):
         progress.enter(epoch)
         self.planner.plan_epoch(epoch)
         counts_differ = self._place.loop_batches_before_epoch != progress.position.batches_before
-        resumes_counts_of_micro_batches = self._begun is None and counts_differ  # of earlier epochs
-        if resumes_counts_of_micro_batches:
+        earlier_epochs_counted_micro_batches = self._begun is None and counts_differ
+        if earlier_epochs_counted_micro_batches:
             self._use_recipe_as_clock()
         self._place.begin_epoch()
         self._size_loop()
-        if self._reads_on_after_set_up:
+        if self._keeps_iterator_of_set_up:
             self._iterate()
 
     def _size_loop(self) -> None:
@@ -212,11 +214,11 @@ class LoaderWindows(CutWindows):
             passes = WholePasses(self._place, exchange)
             undo_at_end.enter_context(closures.intercepted_closures(self._parts.trainer, passes.closure, self._place))
 
-    def begin_reading(self, *, same_epoch: bool) -> None:
+    def begin_reading(self, *, continues_epoch: bool) -> None:
         """Let the loop begin its first epoch, at the window that comes next."""
         if self._place.restarts:
             self._parts.undo_at_end.enter_context(positions_are_kept())
-            self._place.begin_at(self._source.epoch_plan.done, same_epoch=same_epoch)
+            self._place.begin_at(self._source.epoch_plan.done, continues_epoch=continues_epoch)
         self._reads = True
         self._first = None
         if self._iterates_for != self._iterator_inputs():
@@ -300,7 +302,7 @@ class LoaderWindows(CutWindows):
     def plan_again(self) -> None:
         """Plan the same windows by the limit and shares of now, and move the loop to the start of the running one."""
         window_number = self._parts.progress.position.windows_done
-        self.planner.cut(start=window_number)
+        self.planner.cut(first_window=window_number)
         self._use_recipe_as_clock()
         self._place.iterate_again()
         plan = self._source.epoch_plan

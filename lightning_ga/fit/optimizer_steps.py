@@ -26,7 +26,8 @@ def optimizer_steps(trainer: Any) -> int | float:
         )
     estimate: int | float = trainer.estimated_stepping_batches  # sets the training data up if need be
     for callback in trainer.callbacks:
-        count = getattr(getattr(callback, "_fit", None), "optimizer_steps", None)  # that of ``AutoAccumulate``
+        # That of ``AutoAccumulate``: another callback may have an ``optimizer_steps`` that counts something else.
+        count = getattr(getattr(callback, "_fit", None), "optimizer_steps", None)
         if callable(count):
             steps = count()
             if steps is not None:

@@ -1,6 +1,8 @@
 """Merge what the pieces of a batch log and return, as if the whole batch had run at once.
 
 Torchmetrics accumulate by themselves: each sees the pieces as batches.
+
+Tested in tests/fit/test_pieces.py.
 """
 
 from collections import Counter
@@ -30,7 +32,7 @@ class Pieces:
 
     def __init__(self, results: Any, largest_batch: int = 0) -> None:
         self._results = results  # of the loop that runs; ``None`` in prediction
-        self._largest_batch = largest_batch  # samples of it: this one may be the smaller last one
+        self._largest_batch = largest_batch  # samples of the loader's largest batch, not of the one that is cut
         self._samples: list[int] = []  # of each piece
         self._shares: list[float] = []  # of each piece, in means over the batch
         self._outputs: list[Any] = []  # of each piece whose step has returned

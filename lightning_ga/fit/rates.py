@@ -35,6 +35,7 @@ class WindowRates:
             if group.get("lr") is None:
                 kind = type(self._trainer.optimizers[0]).__name__
                 raise UserError(f"scale_lr={self._scale_lr!r} scales 'lr', and {kind} has none: leave it out.")
+        # This gives rates back after each optimizer step, also if there is no scheduler: Lightning asks for schedules.
         return before_schedulers(self._trainer, self.give_back)
 
     def begin_window(self, batch: int, recipe: int) -> None:

@@ -1,7 +1,7 @@
 """What a window does differently once memory has run out in it.
 
-Its passes become smaller. If one sample alone does not fit, the window computes submodules again
-(``checkpoint="auto"``), or leaves that sample out (``on_oom="skip"``).
+Its passes become smaller. The last remedy is for one sample that does not fit alone: the window computes submodules
+again (``checkpoint="auto"``), or leaves that sample out (``on_oom="skip"``).
 
 Tested in tests/integration/test_checkpoint.py and tests/integration/test_fits.py.
 """
@@ -27,14 +27,15 @@ class Remedy(NamedTuple):
     """What a window does differently when it begins again."""
 
     before: int  # samples of the largest pass that has failed
-    after: int  # that passes may have from here on, unless a search finds more; as before with one of the last remedies
-    lowers_limit: bool = False
+    after: int  # that passes may have from here on, unless a search finds more; with the last remedy, as ``before``
+    lowers_limit: bool = False  # by ``Remedies.apply``; another remedy was applied as it was chosen
 
 
 class Remedies:
-    """Chooses the remedy, and takes the last ones back.
+    """Chooses the remedy; after a window with the last remedy, takes back its limit and what it computes again.
 
-    The window after one in which a sample did not fit begins as that window had begun, unless there were many.
+    The next window begins as that one had begun, unless many needed the last remedy. Halved passes of short samples
+    stay.
     """
 
     def __init__(
@@ -74,7 +75,10 @@ class Remedies:
             self._search.recomputed.use(self._names_before)
 
     def choose(self, failed: int, failure: Exception) -> Remedy:
-        """Return the remedy after a pass of ``failed`` samples has run out of memory; one of the last applies at once.
+        """Return the remedy after a pass of ``failed`` samples has run out of memory.
+
+        The limit is lowered by ``apply`` alone. Other remedies are applied here: with ``size_of``, smaller passes of
+        short samples; else the last remedy.
 
         Raises:
             Exception: If one sample has failed, and no remedy is left: the failure, or a ``UserError``.
@@ -82,12 +86,14 @@ class Remedies:
         fits = halved(failed)
         if fits is not None:
             return Remedy(failed, fits, lowers_limit=True)
-        remedy = None
-        if not is_ambiguous_out_of_memory(failure):
-            remedy = self._last_remedy()
-        if remedy is None:
+        if is_ambiguous_out_of_memory(failure):  # it may mean something else, which no remedy helps
+            raise failure
+        of_short_samples = self._windows.halve_passes_of_short_samples()
+        if of_short_samples is not None:
+            return Remedy(*of_short_samples)
+        if not self._apply_last_remedy():
             give_up(self._parts.trainer, "training", failure, self._parts.limit.unit)
-        return remedy
+        return Remedy(before=1, after=1)
 
     def apply(self, remedy: Remedy) -> int:
         """Lower the limit if that is the remedy, to what a search finds; return the samples that passes may have."""
@@ -103,21 +109,12 @@ class Remedies:
         self._parts.limit.fall(samples)
         self._search.forget_limit()
 
-    def _last_remedy(self) -> Remedy | None:
-        """Return what is left once a pass is one sample, or one of the longest; ``None`` if nothing is.
-
-        Passes of several short samples become smaller. Else the running window computes again all that can be, or
-        leaves out the sample.
-        """
-        of_short_samples = self._windows.halve_passes_of_short_samples()
-        if of_short_samples is not None:
-            return Remedy(*of_short_samples)
+    def _apply_last_remedy(self) -> bool:
+        """Let the running window compute again all that can be, or leave out the sample; return whether it can."""
         helps = (self._may_recompute and self._recompute_all()) or self._left_out.add()
-        if not helps:
-            return None
-        if self._number not in self._failed:
+        if helps and self._number not in self._failed:
             self._failed.append(self._number)
-        return Remedy(before=1, after=1)
+        return helps
 
     def _recompute_all(self) -> bool:
         """Compute again all that can be; return whether that is more than before."""

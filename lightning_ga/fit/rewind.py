@@ -1,4 +1,4 @@
-"""After an out-of-memory error, run the window again from its start: smaller, or with submodules computed again.
+"""After an out-of-memory error, run the window again from its start, with a remedy (``remedies.py``).
 
 Weights do not change within a window, so the window is the unit of undo. The savepoint keeps the other small state that
 passes change. Gradients of a failed attempt are zeroed by the loop, as always, with the window's first backward pass.
@@ -87,8 +87,8 @@ class Rewinder:
             try:
                 if self._parts.place.begins_window:
                     self._begin_window()
-                    if self._lower_after_retries():
-                        continue  # the window begins again as it was planned anew; no retries are counted by then
+                    if self._lower_after_retries():  # the next call counts no retries, so this happens once
+                        continue  # the window begins again as it was planned anew
                 kept_before = len(self._windows.batches)
                 stock_advance()
                 return
@@ -146,8 +146,9 @@ class Rewinder:
     def _raise_if_final(self, error: Exception, kept_before: int) -> None:
         """Raise the error, and say why, if the window cannot begin again.
 
-        It can if its batches can be had again. The loader reads them by index; in the step they were kept, but for one
-        that the loader has failed to make: there are only as many as were ``kept_before`` this ``advance``.
+        It can if its batches can be had again. If the loader cuts, it reads them by index. If the step cuts, they were
+        kept. If the loader failed to make one, ``keep`` was not called in this ``advance``: the count of those that
+        were kept is still ``kept_before``.
         """
         is_certain = is_out_of_memory(error)  # nothing is said of an error that may mean something else
         if is_certain:
@@ -195,6 +196,6 @@ class Rewinder:
             return None
         if self._parts.trainer.world_size > 1 and ranks.collectives_run() != self._collectives:
             return messages.EXCHANGES
-        if not isinstance(self._exchange, Exchange):  # replicas of a sharded model run no window again
+        if not isinstance(self._exchange, Exchange):  # one rank: several without DDP, or of shards, never come here
             return None
         return self._exchange.failed()

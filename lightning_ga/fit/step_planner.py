@@ -83,7 +83,7 @@ class StepPlanner:
         if growth is None or growth.is_settled(steps, samples):
             windows = ceil_div(batches, batches_at(0, 0))
         else:
-            windows = GrowingWindows(batches, batches_at).count  # in batches, where others count samples
+            windows = GrowingWindows(batches, batches_at).count  # whose unit is a batch here, elsewhere a sample
         return windows, self.recipe.samples_of(batches)
 
     def _require_known_samples(self) -> None:

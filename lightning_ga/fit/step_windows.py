@@ -51,7 +51,10 @@ class StepWindows(CutWindows):
             loaders.show_loaders(self._parts.trainer, loader)
 
     def adopt_position(self) -> bool:
-        """Adopt the loop's position, and look at the first batch, which training still gets, if only it shows sizes."""
+        """Adopt the loop's position; return whether the run continues the epoch of its position.
+
+        If only the first batch shows sizes, it is looked at before; training still gets it.
+        """
         if self._source.batch_size is None:
             batch = advance.first_batch(self._parts.trainer)
             if batch is not None:
@@ -114,8 +117,8 @@ class StepWindows(CutWindows):
         if self._parts.request.by_window:
             undo_at_end.enter_context(self._place.windows_begin_anywhere())
 
-    def begin_reading(self, *, same_epoch: bool) -> None:
-        """Let the loop begin with the batch that comes next."""
+    def begin_reading(self, *, continues_epoch: bool) -> None:
+        """Let the loop begin with the batch that comes next, which its own counts name."""
         self._reads = True
         place = self._place
         place.begin_epoch_after_last_batch()

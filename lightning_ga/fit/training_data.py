@@ -48,11 +48,8 @@ class TrainingData:
         return self._windows
 
     def intercepted(self, is_installed: Callable[[], bool]) -> AbstractContextManager[None]:
-        """Return a context in which the loop gets these data, while the callback is installed.
-
-        ``set_up`` calls ``read``, unless the loop keeps the data that it has.
-        """
-        held = ExitStack()  # what ``read`` enters, to the end of ``set_up``
+        """Return a context in which the loop gets these data, while the callback is installed."""
+        held = ExitStack()  # what ``read`` enters, to the end of the loop's set-up
 
         def read(loader: Any) -> Any:
             if not is_installed():
@@ -63,7 +60,7 @@ class TrainingData:
 
         def around(set_up: Callable[[], None]) -> None:
             with held, older_objects_frozen():
-                set_up()
+                set_up()  # Lightning's set-up of the data calls ``read``, unless the loop keeps the data that it has
 
         return loaders.intercepted_loaders(self._parts.trainer, read, around)
 

@@ -52,7 +52,7 @@ class Verdict:
         if not self._options.verify or self._parts.limit.chunked is not None or is_inexact(self.exactness):
             return
         steps = int(self._parts.trainer.global_step)
-        if self.exactness is None:  # nothing was accumulated so far: as at the start, on samples that differ
+        if self.exactness is None:  # nothing was accumulated so far: measure as at the start
             if after_error or self._data.windows.has_several_passes:
                 batches = self._data.windows.trial_batches(self._parts.place.epoch)
                 if batches.empty:  # training alone reads samples

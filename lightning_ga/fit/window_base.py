@@ -3,10 +3,11 @@
 A window is all samples between two optimizer steps. ``TrainingData`` decides where they are cut.
 
 They are called in this order: ``setting_up``, by ``TrainingData``, as often as data are loaded; then by ``Fit``
-``adopt_position``, ``begin_epoch``, ``install`` and ``begin_reading`` once; ``begin_window`` for each window,
-``begin_batch`` for each batch of the loop, and ``end_window`` if the window ``is_over`` with it. ``trial_batches`` may
-come before and between. ``Rewinder`` calls ``plan_again`` after an error, and ``begin_window`` again. A ``planner``
-cuts the windows.
+``adopt_position``, ``begin_epoch`` of the first epoch, ``install`` and ``begin_reading``, once each; ``begin_epoch`` as
+each epoch starts; ``begin_window`` for each window, ``begin_batch`` for each batch of the loop, and ``end_window`` if
+the window ``is_over`` with it. ``trial_batches`` may come before and between. To cut the running window anew,
+``Rewinder`` calls ``plan_again``, after an error or retries of the allocator, and ``begin_window`` again. If limit or
+shares have changed, ``LoaderWindows.begin_window`` calls it. A ``planner`` cuts the windows.
 
 Tested in tests/differential/test_differential.py.
 """
@@ -21,7 +22,11 @@ from lightning_ga.snapshot.kept_batch import KeptBatch
 
 
 class CutWindows(ABC):
-    """The windows of a fit; the methods here are for the kind that has nothing to do for them."""
+    """The windows of a fit. Methods that do nothing here are overridden by the kind that needs them.
+
+    Methods that each kind has in its own way are not declared here: callers have the union of both (``Windows`` in
+    ``training_data.py``), so mypy finds them in each. They have the same arguments, though one kind may not need all.
+    """
 
     in_step: bool  # whether the step cuts
 
@@ -32,7 +37,7 @@ class CutWindows(ABC):
         self.batches: list[KeptBatch] = []  # of the running window, as ``keep`` got them
         self._begun: tuple[Any, int] | None = None  # source and number of the running epoch; none before the first
         self._reads = False  # whether the loop has begun to read
-        self._recipe_is_clock = False  # whether the recipe's batches, not the loop's, say from here on what is due
+        self._recipe_is_clock = False  # whether validation and schedules follow the recipe's batches, not the loop's
 
     def begin_epoch(self, epoch: int) -> None:
         """Plan an epoch and set the loop up for it, once."""
@@ -67,8 +72,8 @@ class CutWindows(ABC):
         return
 
     def halve_passes_of_short_samples(self) -> tuple[int, int] | None:
-        """Make passes smaller that have several samples though the limit is one of the longest; ``None`` if none has.
+        """Halve passes of several short samples, with ``size_of``, once the limit is one of the longest.
 
-        Return how many samples the largest pass had, and how many it may have from here on.
+        Return how many samples the largest pass had, and how many it may have from here on; ``None`` if all have one.
         """
         return None

@@ -76,7 +76,7 @@ def find_limit(
     started = time.perf_counter()
     if batches.empty:
         return Found()
-    if keeps_history(trainer):
+    if memory_grows_over_steps(trainer):
         raise UserError(
             "LBFGS keeps a history that grows over many steps, so that no trial of one step shows its memory: give "
             "micro_batch_size=… to do without a probe."
@@ -118,7 +118,7 @@ def find_limit(
     return Found(result=replace(found, seconds=time.perf_counter() - started), cache_key=cache_key)
 
 
-def keeps_history(trainer: Any) -> bool:
+def memory_grows_over_steps(trainer: Any) -> bool:
     """Return whether the optimizer's memory grows over many steps, as LBFGS's does: one step does not show it."""
     return any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers)
 

@@ -73,7 +73,8 @@ def _finite(gradient: Gradient, name: str) -> Gradient:
 def _as_trained(gradient: Gradient, count: float) -> Gradient:
     """Return the gradient of a part of so many items, with zeros for NaN of a mean over nothing.
 
-    At weight 0, training takes zeros for any gradient. Here a finite one stays: it shows which weight is right.
+    Training zeroes any gradient of weight 0. Here only NaN and infinity are zeroed, as a finite gradient shows which
+    weight is right.
     """
     if count == 0:
         return [tensor.nan_to_num(0.0, 0.0, 0.0) for tensor in gradient]
@@ -147,7 +148,7 @@ class Judgement:
         return _as_trained(self._passes.run_one(self._batch.parts[1]), self._counts[1])
 
     def _are_same(self, one: Gradient, other: Gradient) -> bool:
-        """Return whether gradients of the same samples are equal, up to rounding; NaN is."""
+        """Return whether gradients of the same samples are equal, up to rounding; NaN counts as equal."""
         tolerance = self._tolerance
         if self._passes.is_on_host and tolerance <= 1e-4:
             tolerance /= 100
@@ -160,6 +161,7 @@ class Judgement:
         level = self._tolerance
         if noise > self._tolerance:
             level = _NOISE * noise
+            # An error within the noise may be noise alone, so its number is left out. BatchNorm couples samples anyway.
             if found.error <= level and self._layers:
                 return self._exactness("batch_norm")
             if found.error <= level:

@@ -1,9 +1,10 @@
 """Measure whether micro-batches give the gradient of the whole batch: one experiment, before training and within it.
 
-A batch of the user's own data runs through the code that trains: as a whole; in two parts, one right after the
-other; and, if the gradients differ, as a whole again: with BatchNorm that normalizes each part by itself, and with
-other random numbers. The gradients give the verdict. It cannot show effects that come between measurements, rare
-samples, what callbacks do, and state outside of the module.
+A batch of the user's own data runs through the code that trains: as a whole, and in two parts, one right after the
+other. If the gradients differ, or a pass changes what it should not, more runs name the cause: with BatchNorm that
+normalizes each part by itself, or by its running statistics; the second part alone; the whole with other random
+numbers. The gradients give the verdict. It cannot show effects that come between measurements, rare samples, what
+callbacks do, and state outside of the module.
 """
 
 from collections.abc import Callable
@@ -47,8 +48,9 @@ def measure(
 ) -> tuple[Exactness, int]:
     """Measure on some of the ``available`` samples, in passes of at most ``limit``, and leave no trace.
 
-    Return the verdict, and on how many samples it was tried last. There are so many ``at_first``; if their gradient is
-    zero, more follow, and fewer once memory runs out. A small model may begin with a few samples more than ``limit``.
+    Return the verdict, and the number of samples of the last trial. The first has ``at_first`` samples; if their
+    gradient is zero, more follow, and fewer once memory runs out. A small model may begin with a few more than
+    ``limit``.
     ``halves(count, move, seed)`` makes a batch and its parts, multiples of ``multiple`` if so many fit; ``move`` moves
     a batch to the device, with its hooks. If ``normalize`` is no function, samples are counted.
 

@@ -36,7 +36,8 @@ _DROPPING = "dropout|droppath|dropblock|stochasticdepth|layerdrop"  # in names o
 _RATES_OF_DROPPING = ("p", "prob", "rate", "drop_prob")  # attributes of such layers
 _RATES = "dropout|layerdrop"  # in names of attributes of any layer
 _FUNCTIONS = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
-_SINGLE = 1e-4  # single precision, in which losses may be computed whatever the weights are
+_SINGLE = 1e-4  # of single precision, and of any that is not named below
+# With float64 weights, a loss may still be computed in single precision: its own rounding is allowed for.
 _ROUNDING = {torch.float64: 1e-6, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _OPAQUE = (Dataset, DataLoader, torch.optim.Optimizer, FunctionType, MethodType, BuiltinFunctionType, *GENERATORS)
 
@@ -246,7 +247,7 @@ def _stop_dropping(module: Module) -> None:
 
 
 def _is_rate(layer: type, name: str) -> bool:
-    """Return whether an attribute of such layers is the share of values that they drop."""
+    """Return whether an attribute of a layer of this type is the share of values that it drops."""
     if name in _RATES_OF_DROPPING:
         return re.search(_DROPPING, layer.__name__.lower()) is not None
     return re.search(_RATES, name) is not None
