@@ -22,7 +22,7 @@ class Limit:
         self.samples = NO_LIMIT
         self.is_known = False  # whether it has been found or given
         self.of_first_passes = NO_LIMIT  # what bounded a pass as training began; ``accumulate=`` multiplies it
-        self.has_fallen = False  # whether an error of any rank, or of the run before, has lowered it
+        self.has_fallen = False  # whether a shortage of memory on any rank, or in the run before, has lowered it
 
     @property
     def of_pass(self) -> int:
