@@ -137,7 +137,8 @@ class Rewinder:
             return False
         rank_zero_warn(
             "The allocator had to free its cache in two windows running, so memory is fragmented: "
-            f"{self._parts.limit.unit} have at most {fits} samples from here on, instead of {most}, with the same result."
+            f"{self._parts.limit.unit} have at most {fits} samples from here on, instead of {most}, with the same "
+            "result."
         )
         self._remedies.fall(fits)
         self._windows.plan_again()
