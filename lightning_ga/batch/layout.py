@@ -184,15 +184,15 @@ def _has_only_numbers(value: Any) -> bool:
 
 
 def length_of_first(batch: Any) -> int:
-    """Return the length of a batch's first tensor, for the sizes that ``split_batch`` is called with."""
+    """Return the length of a batch's first tensor, else of a list: what shows its samples without a layout."""
     for _, length in walk(batch, _length):
         return int(length)
     if isinstance(batch, (list, tuple)):
         return len(batch)
     name = type(batch).__name__
     raise LayoutError(
-        f"How many samples a {name} has is not known, so split_batch cannot be called with sizes: call "
-        f"lightning_ga.split.register_splitter({name}, count=…, take=…) as well."
+        f"How many samples a {name} has is not known: call "
+        f"lightning_ga.split.register_splitter({name}, count=…, take=…), also beside a split_batch."
     )
 
 

@@ -40,7 +40,7 @@ def _contexts(module: Any) -> Iterator[Any]:
     for part in module.modules():
         if isinstance(part, torch._dynamo.OptimizedModule):  # torch.compile(module)
             yield part.dynamo_ctx
-        elif part._compiled_call_impl is not None:  # module.compile()
+        elif part._compiled_call_impl is not None:  # module.compile(): its wrapper closes over the compile context
             yield inspect.getclosurevars(part._compiled_call_impl).nonlocals.get("self")
     lightnings = getattr(module, "_compiler_ctx", None)  # trainer.fit(torch.compile(module)): Lightning unwraps it
     if lightnings is not None:

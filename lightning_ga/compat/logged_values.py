@@ -45,7 +45,7 @@ class Logged(NamedTuple):
     settings: Settings
     samples: int
     weight: float  # in means over all passes
-    units: int = 0  # parts of every loader's samples, if there are several loaders
+    units: int = 0  # of a piece, the greatest common divisor of its loaders' samples; else 0
 
 
 class StepValues:
@@ -248,7 +248,7 @@ def _exchanged(value: Tensor, weight: float, sync: Any) -> Tensor:
 def merged_entry(logged: Sequence[Logged], largest: int = 0) -> tuple[Any, Settings]:
     """Merge what was logged in all passes: add up sums, average means by weight or by a counted ``batch_size``.
 
-    The ``largest`` batch, of which there may be one with fewer samples, has so many.
+    ``largest``: samples of a full batch; the last one may be smaller. 0 if unknown.
     """
     values = [each.value for each in logged]
     weights, settings = _weights_of(logged, largest)
@@ -263,7 +263,12 @@ def merged_entry(logged: Sequence[Logged], largest: int = 0) -> tuple[Any, Setti
 
 
 def _weights_of(logged: Sequence[Logged], largest: int) -> tuple[Sequence[float], Settings]:
-    """Return what passes weigh in means, and the settings by which the merged value is logged."""
+    """Return what passes weigh in means, and the settings by which the merged value is logged.
+
+    - If each ``batch_size`` is counted in its pass, the merged value has their sum; passes weigh what was counted if
+      that is not their samples.
+    - Otherwise the settings are those of the first pass. Then, and if samples were counted, each pass has its weight.
+    """
     samples = [each.samples for each in logged]
     given = [each.settings.get("batch_size") for each in logged]
     sizes = [None if size is None else int(size) for size in given]  # tensors are unlike each other

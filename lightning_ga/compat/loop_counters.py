@@ -242,6 +242,7 @@ class LoopPlace(LoopReader):
         """
         loop = self._loop
         rises_on_reset = loop.restarted_on_train_batch_end or not loop.restarted_on_last
+        # Else the micro-batch's end runs again only if validation is due (:281).
         rises = rises_on_reset or loop._should_check_val_fx(self._fit_loop._data_fetcher)
         loop._batches_that_stepped = loop.global_step - int(rises)
 

@@ -39,7 +39,8 @@ STEP_EXCHANGES_VALUES = (
     "max_micro_batch_size or memory_budget."
 )
 ALREADY_SENT = "ranks were exchanging gradients by a communication hook of their own, or after the window's last pass"
-_IN_USE: "WeakKeyDictionary[Any, Any]" = WeakKeyDictionary()  # groups of reducers, which do not own their Python part
+# Keeps each module's ``_Noting`` alive as long as the module: the reducer holds only the C++ half.
+_IN_USE: "WeakKeyDictionary[Any, Any]" = WeakKeyDictionary()
 
 
 class Stage(Enum):

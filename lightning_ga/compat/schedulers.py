@@ -16,7 +16,7 @@ from lightning_ga.compat import patching
 def due_by_recipe(trainer: Any, span: Callable[[], Any]) -> AbstractContextManager[None]:
     """Return a context in which frequencies of schedules by step count batches of the recipe.
 
-    Lightning asks whether a frequency divides the loop's own count (``:560``), so the frequency is replaced while it
+    Lightning asks whether a frequency divides the loop's own count (``:486``), so the frequency is replaced while it
     asks. ``span`` returns the ``WindowSpan`` of the window that has just ended.
     """
     return _prepared(trainer, partial(_replace_frequencies, trainer, span))

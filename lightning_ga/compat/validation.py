@@ -16,7 +16,7 @@ from lightning_ga.compat import patching
 def due_by_recipe(trainer: Any, span: Callable[[], Any]) -> AbstractContextManager[None]:
     """Return a context in which validation is due at the ends of windows, by batches of the recipe.
 
-    Lightning asks whether ``val_check_batch`` divides the loop's own count (``:486``), so the former is replaced while
+    Lightning asks whether ``val_check_batch`` divides the loop's own count (``:560``), so the former is replaced while
     it asks. ``span`` returns the ``WindowSpan`` of the window that runs or has just ended.
     """
     loop = trainer.fit_loop.epoch_loop

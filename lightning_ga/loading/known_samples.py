@@ -38,9 +38,8 @@ class KnownSamples:
         collate function, whose batches show their samples.
         """
         loader = self.loader
-        if not collates(loader) or finishes_batches(loader) or not self.has_own_collate or self.reader.first:
-            return loader
-        if self.reader.reads_lists:  # of which it may make a batch
+        makes_own_batches = collates(loader) and not finishes_batches(loader) and self.has_own_collate
+        if not makes_own_batches or self.reader.first or self.reader.reads_lists:  # a list may be read as a batch
             return loader
         self._shown = ShownSamples(loader, _FEW)
         return self._shown.loader
@@ -132,10 +131,10 @@ class KnownSamples:
         return self.elements_of([sample], 2) > 0
 
     def growing(self, samples: Iterable[Any]) -> list[Any]:
-        """Return the samples of which a batch has more elements with one of them twice.
+        """Return the samples of which a batch has more elements with one of them twice: these are kept in batches.
 
-        That it has any says too little: if nothing is left, a collate function may make a batch of zeros. That it does
-        not grow says too little for those that are not the largest: two short ones may be packed in one row.
+        That a batch does not grow shows a dropped sample only if that is one of the largest: two short ones may be
+        packed in one row. That it has elements shows nothing: a function that drops all may make a batch of zeros.
         """
         if not self.has_own_collate:
             return list(samples)
@@ -143,7 +142,7 @@ class KnownSamples:
 
     @property
     def may_drop(self) -> bool:
-        """Whether batches may lack samples: a function or method of the user makes them of several."""
+        """Whether batches may lack samples: a user's ``collate_fn`` or ``__getitems__`` may leave some out."""
         return self.has_own_collate or self.reader.reads_lists
 
     @cached_property
@@ -157,52 +156,59 @@ class KnownSamples:
         return makes_batch or fails_for_equal_ones
 
     def takes_only_some(self, count: int) -> bool:
-        """Return whether a batch of so many samples was seen to have fewer elements than batches of few predict."""
+        """Return whether a batch of so many samples was seen to have fewer elements than batches of few predict.
+
+        Of samples with many elements a smaller batch is looked at.
+        """
         return any(0 < found < of_all for found, of_all in self._seen_and_expected(count))
 
     def joins_batches(self, batch_size: int) -> bool:
         """Return whether two batches of so many samples were seen to make one: some functions take only the first.
 
         Only samples that are read apart show it: those of the first batch come after its size is planned, and each rank
-        has others.
+        has others. Two batches that are too large to be looked at show nothing.
         """
         if not self.has_own_collate:
             return True
         if not self.can_be_read_apart or not self.examples:
             return False
-        return all(found == of_all > 0 for found, of_all in self._seen_and_expected(2 * batch_size))
+        count = 2 * batch_size
+        is_seen = count <= min(map(_most_collated, self.examples))
+        return is_seen and all(found == of_all > 0 for found, of_all in self._seen_and_expected(count))
 
     def _seen_and_expected(self, count: int) -> list[tuple[int, int]]:
-        """Return the growth of batches of the largest example, and of the smallest.
+        """Return what ``_seen_and_expected_of`` does of the largest example and, if it is smaller, of the smallest.
 
-        A function that takes so many tokens takes more of that one.
+        A function that takes so many tokens takes more samples of the smallest.
         """
         if not self.has_own_collate or not self.examples:
             return []
-        by_elements = sorted(self.examples, key=elements, reverse=True)
-        extremes = by_elements[:1]
-        if elements(by_elements[-1]) < elements(by_elements[0]):
-            extremes.append(by_elements[-1])
-        return [self._growth(example, count) for example in extremes]
+        largest = max(self.examples, key=elements)
+        smallest = min(self.examples, key=elements)
+        by_elements = {elements(example): example for example in (largest, smallest)}
+        return [self._seen_and_expected_of(example, count) for example in by_elements.values()]
 
-    def _growth(self, example: Any, count: int) -> tuple[int, int]:
-        """Return the elements of a batch of ``count`` times one sample, and those that it has if all are taken.
+    def _seen_and_expected_of(self, example: Any, count: int) -> tuple[int, int]:
+        """Return the elements of a batch of one sample ``count`` times, and those that it has if none is dropped.
 
-        These follow from the growth from three samples to four; of a function that takes fewer than four, from that
-        from one to two. Both numbers are 0 if batches grow otherwise: nothing is known then.
+        If it would be too large, a smaller batch is looked at. What is expected follows from the growth from three
+        samples to four; of a function that takes fewer than four, from that from one to two. Both numbers are 0 if
+        batches grow otherwise: nothing is known then.
         """
-        count = max(4, min(count, _MOST_ELEMENTS // max(1, elements(example))))
+        count = min(max(4, count), _most_collated(example))
         one, two, three, four = (self.elements_of([example], few) for few in (1, 2, 3, 4))
-        by_second = two - one
-        by_third = three - two
         by_fourth = four - three
-        if by_third == by_fourth > 0:
-            added = by_fourth
-        elif by_fourth == 0 and one > 0 and by_second > 0:
-            added = by_second
-        else:
+        takes_fewer = by_fourth == 0 and one > 0
+        added = two - one if takes_fewer else by_fourth
+        is_steady = takes_fewer or by_fourth == three - two
+        if added <= 0 or not is_steady:
             return 0, 0
         return self.elements_of([example], count), two + added * (count - 2)
+
+
+def _most_collated(example: Any) -> int:
+    """Return how many times a sample is collated at most, to see how batches grow."""
+    return max(4, _MOST_ELEMENTS // max(1, elements(example)))
 
 
 def _one_of_each_first(groups: list[list[Any]]) -> list[Any]:

@@ -19,7 +19,7 @@ from lightning_ga.memory.live_tensors import uncounted
 SAMPLES_KEPT = 32  # samples with the most elements, besides the longest of every field
 LOOK_SECONDS = 5.0  # of a look at further samples
 LEAST_LOOK = 256  # samples that a look must be able to read in this time
-_ELEMENTS = ("elements", -1)  # the place of a sample among others by its elements: that of no field
+_ELEMENTS = ("elements", -1)  # the key beside (field, axis) under which samples are ranked by elements
 
 _Seen = tuple[int, int, int, Any]  # of a sample: its extent, elements, minus its number, which no two share, and itself
 

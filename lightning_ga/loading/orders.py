@@ -32,7 +32,7 @@ class Sequential:
     def __init__(self, length: int | Callable[[], int], *, multiple: int = 1) -> None:
         self._length = length
         self._multiple = multiple
-        self._begun: tuple[int, int] | None = None  # the last epoch that training has begun, and its ``dataset_size``
+        self._begun: tuple[int, int] | None = None  # the last epoch that training has begun, and its ``_dataset_size``
 
     def size(self, epoch: int) -> int:
         """Return the samples of an epoch, by the length of the dataset now, or when training has begun that epoch."""

@@ -72,8 +72,7 @@ def why_in_step(loader: Any) -> str:
     """Return why the batches of a loader can only be cut in the step; empty if they can be cut in the loader."""
     kind = type(loader)
     if not isinstance(loader, DataLoader):
-        several = isinstance(loader, (dict, list, tuple)) or hasattr(loader, "iterables")
-        if several:
+        if isinstance(loader, (dict, list, tuple)) or hasattr(loader, "iterables"):
             return "several loaders"
         return f"a {kind.__name__} that is no DataLoader"
     if loader.batch_sampler is None:

@@ -56,16 +56,14 @@ class SampleReader:
         return self._indices
 
     def order(self) -> Iterator[Any]:
-        """Yield the indices from all over the dataset first, then ever more densely.
+        """Return the indices, from all over the dataset first, then ever more densely.
 
         The first few contain the first and the last, and so the largest of a sorted dataset.
         """
         size = len(self.indices)
         ends = [0, size - 1] if size > SAMPLES_AT_ONCE else []
-        yield from map(self.indices.__getitem__, ends)
-        for place in spread(size):
-            if place not in ends:
-                yield self.indices[place]
+        others = (place for place in spread(size) if place not in ends)
+        return map(self.indices.__getitem__, chain(ends, others))
 
     @cached_property
     def first(self) -> list[Any]:
@@ -78,18 +76,19 @@ class SampleReader:
         most = SAMPLES_AT_ONCE
         if self.reads_lists:
             most -= sum(map(len, self._lists()))  # which ``reads_one_by_one`` reads besides
-        one, *others = islice(self.order(), most)
-        compared = others or [one]
-        with closing(self._read(chain([one, compared[0]], self._in_time(compared)))) as reads:
+        index, *others = islice(self.order(), most)
+        from_second = others or [index]
+        # The reads: first, second, then from the second on again; of one sample, that sample three times.
+        with closing(self._read(chain([index, from_second[0]], self._in_time(from_second)))) as reads:
             first_three = list(islice(reads, 3))
             if len(first_three) < 3:
                 return []
-            sample_of_one, sample, again = first_three  # the first of all reads may draw other random numbers
-            if not self._trusted and not same_values(sample, again):
+            first, second, second_again = first_three  # the first of all reads may draw other random numbers
+            if not self._trusted and not same_values(second, second_again):
                 return []
             if not others:
-                return [again]
-            return [sample_of_one, again, *reads]
+                return [second_again]
+            return [first, second_again, *reads]
 
     def _in_time(self, indices: Iterable[Any]) -> Iterator[Any]:
         """Yield indices until reading takes too long, and note how long it takes.
@@ -158,7 +157,8 @@ class SampleReader:
         moved = self._moved_by_reading()
         if moved:  # an iterator or a queue gives one sample after another; a file that is written to may be a log
             return not all(map(is_written_file, moved))
-        found = [list(self._read([index])) for index in islice(self.order(), 2)]  # each from the same state
+        # Both read from the same state: equal samples for different indices mean that the index is ignored.
+        found = [list(self._read([index])) for index in islice(self.order(), 2)]
         return len(found) == 2 and len(found[0]) > 0 and same_values(*found)
 
     @property

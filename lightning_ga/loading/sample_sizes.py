@@ -44,7 +44,8 @@ class SampleSizes:
         self._order = order
         self._epoch = epoch  # that the data were set up in
         self.limits: SizeLimits | None = None
-        self.most_of_short = _LARGEST  # samples of a micro-batch, however short, if one of the longest is the limit
+        # Samples of a micro-batch of short ones, lowered after an error; used while one of the longest is the limit.
+        self.most_of_short = _LARGEST
         self._largest_that_fit = 0  # how many of the largest samples these limits were found for
         self._shared: _Shared | None = None  # what "auto" measures by, from the first time that it reads samples on
 
@@ -175,7 +176,8 @@ def _read_shared(samples: Iterable[dict[_Axis, int]]) -> tuple[_Shared, "array[i
             sizes = array("q", map(partial(max, extent), sizes))
         sizes.append(max((extents[axis] for axis in extents.keys() - shared.keys()), default=0))
     shared = shared or {}
-    least = 1 if any(sizes) else max(shared.values(), default=1)
+    has_other_axes = any(sizes)
+    least = 1 if has_other_axes else max(shared.values(), default=1)
     return _Shared(shared, least), array("q", map(partial(max, least), sizes))
 
 

@@ -40,8 +40,9 @@ def read_source(
         why = found
     if size_of is not None:
         raise UserError(
-            f"size_of= decides by index which samples share a micro-batch, and the training data are {why}: leave "
-            "size_of= out, or give a map-style dataset in one DataLoader with batch_size and a sampler."
+            "size_of= decides by index which samples share a micro-batch, and the training data cannot be cut in the "
+            f"loader ({why}): leave size_of= out, or give a map-style dataset in one DataLoader with batch_size and a "
+            "sampler."
         )
     return StepSource(loader, why, settings)
 
@@ -52,7 +53,7 @@ def _cut_in_loader(loader: "DataLoader[Any]", settings: SourceSettings, size_of:
     if order is None:
         return "an order of samples of its own on each rank"
     source = LoaderSource(loader, order, settings, size_of)
-    # Reading may be too slow on another rank to see it there.
+    # The first rank's verdict counts: a slower rank reads fewer samples and may not see the reason.
     why: str = settings.of_first_rank(source.samples.why_in_step(source.recipe.batch_size))
     return why or source
 
@@ -85,6 +86,7 @@ class LoaderSource:
         self.sizes = None if size_of is None else SampleSizes(loader, size_of, order, settings.epoch)
         self.samples = KnownSamples(loader, self._indices, trusted=size_of is not None)
         self.stand_ins = StandIns(self.samples, self._sampler, self.recipe)
+        # Only a user's collate function can leave nothing of a micro-batch.
         fill = self.stand_ins.fill if self.samples.has_own_collate else iter
         loader = self.samples.with_shown_batch()
         if not self.samples.can_be_read_apart:

@@ -21,7 +21,8 @@ from lightning_ga.snapshot.copies import with_own_containers
 class StandIns:
     """Repeats another micro-batch in the place of one of nothing. A window of nothing is left to Lightning.
 
-    On several ranks, another rank may have samples of that window, and so each micro-batch has a stand-in.
+    On several ranks, another rank may have samples of that window. There its micro-batches have stand-ins, too: they
+    repeat one of a window before it or, at the beginning, after it.
     """
 
     def __init__(self, samples: KnownSamples, sampler: WindowBatchSampler, recipe: Recipe) -> None:

@@ -34,7 +34,7 @@ class StepSource:
         length = length_of(loader.dataset) if self._written_size else None
         if self.batch_size is not None and length is not None:
             self.batch_size = min(self.batch_size, length) or None
-        # Into how many pieces a batch can be cut; of several loaders fewer than samples: see ``BatchCutter.count``.
+        # Pieces that a batch can be cut into; of several loaders, the greatest common divisor: see ``Layout.samples``.
         self.units = self.batch_size
         self.first_may_be_smaller = self.batch_size is None  # than other batches
         self.samples = KnownSamples(loader)
@@ -42,20 +42,26 @@ class StepSource:
             self.loader = self.samples.with_shown_batch()
 
     def see(self, batch: Any, cutter: BatchCutter) -> None:
-        """Read the batch size off the first batch, if the loader does not say it."""
+        """Read the batch size off the first batch, if the loader does not say it.
+
+        If its samples cannot be counted, the length of its first tensor is taken.
+        """
         if self.batch_size is None:
             counted = attempt(cutter.count, lambda error: isinstance(error, LayoutError), batch)
             self.units = max(1, counted.result or length_of_first(batch))
             may_drop = collates(self._given) and self.samples.may_drop
-            has_entries_of_samples = bool(counted.result) and may_drop
-            if has_entries_of_samples or cutter.were_seen_dropped:  # some of just this batch may have been left out
+            may_have_lost_samples = (bool(counted.result) and may_drop) or cutter.were_seen_dropped
+            if may_have_lost_samples:  # then another batch may have more
                 self.units = max(self.units, _first_of_batch_sampler(self._given))
             self.batch_size = self.units
             if counted.result:
                 self.batch_size = cutter.weight(batch, self.units)  # of several loaders, more than the units
 
     def follow(self, earlier: "StepSource") -> None:
-        """Use what is known of the loader before: its batch size, and if it is this one, its copy with its workers."""
+        """Use the batch size of data that were loaded before, if none is known.
+
+        If the user's loader is the same object, keep the earlier copy of it, whose workers run.
+        """
         self.units = self.units or earlier.units
         self.batch_size = self.batch_size or earlier.batch_size
         if self._given is earlier._given:

@@ -62,7 +62,10 @@ class BatchCutter:
         return any(each.were_seen_dropped for each in self._known)
 
     def count(self, batch: Any) -> int:
-        """Return the samples of a batch; raise ``LayoutError`` if they cannot be separated."""
+        """Return the samples of a batch, of several loaders their greatest common divisor (see ``Layout.samples``).
+
+        Raise ``LayoutError`` if they cannot be separated.
+        """
         return self._layout(batch).samples(batch)
 
     def count_moved(self, batch: Any) -> int:
@@ -83,7 +86,7 @@ class BatchCutter:
             if self.were_seen_dropped:
                 self._warn(planned, "a number that cannot be counted")
             return planned
-        if counted > planned > 0:  # a micro-batch that is planned with none runs one, weighed 0
+        if counted > planned > 0:  # planned with none, the rank runs one, weighed 0, to keep step with others
             self._warn(planned, str(counted))
         return min(counted, planned)
 
@@ -170,11 +173,15 @@ def _is_of_layout(error: Exception) -> bool:
 
 
 class TrialBatches:
-    """Batches of ``known`` samples that were read apart from training, or cut out of one ``batch`` of training.
+    """Batches for trials: collated of samples that were read apart from training, or cut out of one batch of training.
 
-    Samples that are read are repeated if they are too few; those of data that are cut ``in_step`` are cut, too, out of
-    batches of ``most``. A batch of training is as the loader made it, ``None`` if there is none: ``planned`` samples
-    went into it, of which a collate function may have left fewer. Some rank has planned ``most``.
+    Args:
+        cutter: Counts and cuts batches.
+        most: Samples of the largest micro-batch that any rank has planned.
+        known: Samples that were read apart, repeated if they are too few; without them, ``batch`` is cut.
+        batch: One of training, as the loader made it; ``None`` if there is none.
+        planned: Samples that went into ``batch`` on this rank; a collate function may have left fewer in it.
+        in_step: Whether training cuts batches in the step: then ``most`` of the ``known`` are collated, and cut, too.
     """
 
     def __init__(

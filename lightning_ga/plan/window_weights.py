@@ -38,7 +38,7 @@ class WindowWeights:
     may_be_empty: bool = False  # whether the window may have no samples
 
     def weigh_share(self, count: float, *, of: float, first: bool) -> None:
-        """Weigh a piece by its share in its batch, and leave it there whatever the other passes of the window do."""
+        """Weigh a piece by its share in its batch, and do not rescale the window at its end."""
         self._begin(count, first=first)
         self.divisor = None
         self.weight = count / of if of else 1.0
@@ -53,7 +53,7 @@ class WindowWeights:
         same in all passes of a window.
         """
         self._begin(count, first=first)
-        # No rank of several skips a micro-batch, because Lightning refuses a step that returns ``None`` there.
+        # On one rank a step may return ``None``, which leaves its samples out; on several, Lightning refuses that.
         self.is_summed = is_summed or self.world_size == 1
         self.may_be_empty = True
         if count and planned == window and self.world_size == 1:

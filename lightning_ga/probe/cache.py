@@ -90,10 +90,10 @@ def hardware(trainer: Any, budget: int | float | str | None) -> str:
     return f"{name}, budget {budget}, {trainer.precision}, {trainer.world_size} ranks, torch {torch.__version__}"
 
 
-def describe_step(trainer: Any, small: Any, options: Options, rank_samples: int) -> dict[str, Any]:
+def describe_step(trainer: Any, batch_and_whole: Any, options: Options, rank_samples: int) -> dict[str, Any]:
     """Describe what a remembered limit depends on besides code, in plain values that can be written down and compared.
 
-    The data are described by a ``small`` batch of the heaviest samples, and the whole batch that it is cut from.
+    The data are described by a small batch of the heaviest samples, and the whole batch that it is cut from.
     """
     module = trainer.lightning_module
     objective = options.objective
@@ -103,8 +103,8 @@ def describe_step(trainer: Any, small: Any, options: Options, rank_samples: int)
         windows = rank_samples
     return {
         "model": sha256("\n".join(_parts(module)).encode()).hexdigest(),
-        "batch": str([*leaves(small)]),
-        "types": [str(tensor.dtype) for tensor in tensors_in(small)],
+        "batch": str([*leaves(batch_and_whole)]),
+        "types": [str(tensor.dtype) for tensor in tensors_in(batch_and_whole)],
         "optimizers": [type(optimizer).__qualname__ for optimizer in trainer.optimizers],
         "callbacks": sorted(type(callback).__name__ for callback in trainer.callbacks),
         "clipping": [str(trainer.gradient_clip_val), str(trainer.gradient_clip_algorithm)],

@@ -84,8 +84,8 @@ class ProbedTrainer(ProbedTraining):
     def describe(self, options: Options) -> dict[str, Any]:
         """Describe the step by all that its limit depends on."""
         with uncounted():
-            small = self.batch(min(2, self.batches.most))
-        return describe_step(self.trainer, small, options, self._setup.rank_samples)
+            batch_and_whole = self.batch(min(2, self.batches.most))
+        return describe_step(self.trainer, batch_and_whole, options, self._setup.rank_samples)
 
     def see_gradients(self) -> None:
         """See in a small pass which parameters have gradients, unless a step has shown that all are dense.

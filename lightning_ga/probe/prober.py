@@ -113,6 +113,7 @@ class Prober:
 
         If no step near the budget may run, the prediction decides.
         """
+        self._tried.clear()  # its trials were of the longest samples, and do not bound these
         with self._trials.running():
             if self._is_cautious(self._trials.prepare()[0], predict_only):
                 search = partial(self._search, sizes[0], cautious=True)
@@ -194,15 +195,15 @@ class Prober:
         can_warm_up = self._meter.allocator is None and has_room and self._training.updates_in_proportion()
         if not self._training.agree(can_warm_up):
             return None
-        step = self._step_after_warm_up(size)
-        if step is not None and not self._training.agree(self._training.reached_all):
+        for _ in range(2):
+            step = self._step_after_warm_up(size)
+            if step is not None and self._training.agree(self._training.reached_all):
+                return step
             self._training.forget()
-            step = self._step_after_warm_up(size)  # now it is seen first which parameters have gradients
-            if step is not None and not self._training.agree(self._training.reached_all):
-                step = None
-        if step is None:
-            self._training.forget()
-        return step
+            if step is None:
+                break
+            # It had assumed that all parameters have gradients; now ``warm_up`` looks (see ``ProbedTraining.forget``).
+        return None
 
     def _step_after_warm_up(self, size: int) -> Step | None:
         """Make the optimizer's state and run a step; ``None`` if one of both fails."""
@@ -292,7 +293,7 @@ class Prober:
         if cautious or not self._training.agree(self._trials.could_use_more(budget)):
             return None
         smallest = None
-        for size in self._training.first_sizes(high):
+        for size in self._training.first_sizes(high):  # they fall: the last that runs is the smallest
             first = self._trials.run(size, record=True, bounded=False)
             second = self._trials.run(size, record=True, bounded=False)
             if first.trial.fits and second.trial.fits:

@@ -145,7 +145,7 @@ def _budget(training: ProbedTrainer, options: Options) -> Budget:
 
 
 def choose_recomputed(setup: TrainingSetup, options: Options, plain: DoesNotFitError) -> Recomputed:
-    """Choose the submodules that are computed again so that the fewest samples fit; without these they do not.
+    """Choose submodules to compute again so that the smallest micro-batch that runs fits, which it does not without.
 
     Ranks choose from what the first of them has seen, unless each probes alone.
     """
@@ -201,7 +201,9 @@ def recomputable(setup: TrainingSetup) -> tuple[str, ...]:
     if seen is None:
         return ()
     root = seen[1]
-    return tuple(root.chosen(root.frees / PARTS[0]))  # the largest, because there is no trial to choose by
+    # The smallest parts, which ``choose`` tries first: no trial chooses here, and the backward pass makes the
+    # activations of one part at a time again.
+    return tuple(root.chosen(root.frees / PARTS[0]))
 
 
 @contextmanager

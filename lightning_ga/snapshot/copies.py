@@ -72,8 +72,8 @@ class Copies:
 def sums_of_bits(tensors: Iterable[Tensor]) -> list[Tensor | None]:
     """Return a sum of each tensor's bits, on its device; ``None`` for memory that cannot be read that way.
 
-    Fused kernels, and code that writes to ``tensor.data``, raise no version; the sums show such a change, too, and
-    values that change places.
+    Fused kernels, and code that writes to ``tensor.data``, raise no version; the sums show such a change, too. They
+    also show values that change places, unless by a multiple of ``_WIDTH`` places.
     """
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         return list(map(_sum_of_bits, tensors))
@@ -192,10 +192,11 @@ def refill(container: Any, content: Any) -> None:
     if has_same_entries(container, content):  # others may read it
         return
     if isinstance(container, dict):
-        if [*container] != [*content]:  # keys that come back would be the last ones
+        # Others must not see it empty, so it is cleared only if keys differ: ``update`` would keep their positions.
+        if [*container] != [*content]:
             container.clear()
         kind = OrderedDict if isinstance(container, OrderedDict) else dict  # a Counter's own update would add
-        kind.update(container, content)  # never empty if its keys are the same
+        kind.update(container, content)
         return
     container.clear()
     if isinstance(container, set):
@@ -300,7 +301,9 @@ def copied_if_possible(batch: Any) -> Any:
 
 def _is_cloned(tensor: Tensor) -> bool:
     """Return whether a tensor is copied by an operation, which meters of memory see, as they do not see deep copies."""
-    if tensor.is_nested or type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
-        return tensor.is_nested
+    if tensor.is_nested:
+        return True
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+        return False
     is_plain = not tensor.requires_grad and not vars(tensor)
     return is_plain or tensor._is_view() or tensor.untyped_storage().nbytes() > tensor.nbytes

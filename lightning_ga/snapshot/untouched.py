@@ -89,7 +89,10 @@ def untouched(*owners: object, seed: int = 0) -> Iterator[None]:
 
 @contextmanager
 def borrowed(thing: Any, *shared: Any) -> Iterator[Any]:
-    """Yield a deep copy that shares datasets and modules; if copying fails, ``thing``. Both are restored afterwards."""
+    """Yield a deep copy that shares datasets and modules; if copying fails, ``thing`` itself.
+
+    At the end ``thing`` and ``shared`` are put back; the copy is dropped.
+    """
     memo = by_id(shared)
     for value in getattr(thing, "__dict__", {}).values():
         if isinstance(value, (Dataset, torch.nn.Module)) or hasattr(value, "trainer"):
@@ -150,7 +153,8 @@ def _is_kept_file(thing: Any) -> bool:
 def seeded(seed: int, *holders: object, epoch: int = 0) -> Iterator[None]:
     """Return a context in which random numbers depend on the seed alone; afterwards every generator is as it was.
 
-    This includes generators among ``holders`` and their attributes; torch's are seeded with their initial seed + epoch.
+    The global generators are seeded with ``seed``, and so are generators among ``holders`` and their attributes, but
+    for a ``torch.Generator`` there: that is seeded with its initial seed + ``epoch``.
     """
     own = generators_in([*holders, *held_by(holders)])
     before = RandomState(own)

@@ -12,6 +12,11 @@ from wide import BUDGET, Wide
 from lightning_ga import AutoAccumulate, UserError
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.fit import limit_search
+from lightning_ga.memory.device import total_memory
+from lightning_ga.probe.budget import Budget
+from lightning_ga.probe.meters import StepMeter
+from lightning_ga.probe.probed_loop import ProbedLoop
+from lightning_ga.probe.prober import Prober
 from lightning_ga.testing import limit_memory
 
 
@@ -34,6 +39,25 @@ class Cuts:
     def make(self, count: int, move: Any) -> None:
         if self.error is not None:
             raise self.error
+
+
+def test_trials_of_the_longest_samples_do_not_bound_shorter_ones() -> None:
+    """If no step near the budget may run: two of the longest are too many, and twenty of the shorter fit."""
+    length = 100
+    layer = torch.nn.Linear(1000, 1)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+
+    def step(samples: int) -> None:
+        layer(torch.randn(samples, length, 1000)).tanh().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    cpu = torch.device("cpu")
+    training = ProbedLoop(step, None, None, bool)
+    prober = Prober(training, StepMeter(cpu, training), Budget(600_000, total_memory(cpu)))
+    assert prober.find(64, predict_only=True).limit == 1
+    length = 5
+    assert prober.confirm([20, 15, 10], predict_only=True)[0] == 20
 
 
 FINE, UNCUT, FAILED = None, LayoutError("uncut"), RuntimeError("failed")

@@ -485,8 +485,8 @@ def test_whether_samples_of_two_batches_make_one(collate: Any, joins: bool) -> N
         assert KnownSamples(DataLoader(ROWS, 1, collate_fn=collate)).joins_batches(1)
 
 
-def test_large_batches_are_joined_by_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that looking at them takes little memory."""
+def test_large_batches_are_not_collated_to_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that looking takes little memory: a few show if some are left out, and never that two batches make one."""
     monkeypatch.setattr(samples_module, "_MOST_ELEMENTS", 64)
     monkeypatch.setattr(sys.modules[__name__], "COLLATED", [])  # no object that is put back
 
@@ -494,8 +494,20 @@ def test_large_batches_are_joined_by_few(monkeypatch: pytest.MonkeyPatch) -> Non
         COLLATED.append(len(batch))
         return time_first(batch)
 
-    assert KnownSamples(DataLoader(ROWS, 64, collate_fn=collate)).joins_batches(64)
+    known = KnownSamples(DataLoader(ROWS, 8, collate_fn=collate))
+    assert known.joins_batches(8)
     assert COLLATED[-4:] == [2, 3, 4, 64 // 4]
+    assert not known.joins_batches(9)
+    assert not known.takes_only_some(64)
+    assert max(COLLATED) == 64 // 4
+
+
+def test_a_function_that_takes_one_batch_joins_no_two_of_large_samples() -> None:
+    """What it leaves out of two batches would show only in a batch that is too large to look at."""
+    for size in (2**22, 4):
+        samples = torch.zeros(1, size).expand(64, size)
+        loader = DataLoader(samples, 20, collate_fn=lambda batch: torch.stack(batch[:20]))  # type: ignore[arg-type]
+        assert not KnownSamples(loader).joins_batches(20)
 
 
 def test_none_can_be_joined_if_none_can_be_read() -> None:

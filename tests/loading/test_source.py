@@ -125,7 +125,7 @@ def test_data_that_cannot_be_cut_in_the_loader_are_left_alone() -> None:
         source = read_source(loader, settings_)
         assert isinstance(source, StepSource)
         assert (source.loader, source.why) == (loader, why)
-        with pytest.raises(UserError, match=f"size_of= decides by index .* the training data are {why}: leave"):
+        with pytest.raises(UserError, match=rf"cannot be cut in the loader \({why}\): leave"):
             read_source(loader, settings_, size_of="auto")
     chosen = read_source(own, SourceSettings(1, 1, 0, SEED), why="LBFGS")
     assert chosen.why == "LBFGS"
