@@ -55,9 +55,7 @@ class WindowBatchSampler(Sampler[list[Any]]):
 
     def planned(self) -> Iterator[Planned]:
         """Return the micro-batches of an iteration that begins now."""
-        if self.enabled and self.plan:
-            return self._micro_batches(self.plan)
-        return iter(())
+        return self._micro_batches(self.plan) if self.enabled and self.plan else iter(())
 
     def _micro_batches(self, plan: EpochPlan) -> Iterator[Planned]:
         drawn = self.order.begin(self.epoch)

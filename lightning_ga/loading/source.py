@@ -145,9 +145,7 @@ class LoaderSource:
     def within_epoch(self, effective: int, epoch: int) -> int:
         """Return the effective batch, at most the samples of an epoch."""
         total = self.epoch(epoch).samples
-        if total == 0:
-            return effective
-        return min(effective, max(total, self.recipe.world_size))
+        return effective if total == 0 else min(effective, max(total, self.recipe.world_size))
 
     def arrange(
         self,
