@@ -129,7 +129,7 @@ def test_what_is_kept_loads(value: Any, tmp_path: Path) -> None:
     assert same_values(torch.load(tmp_path / "a.pt", weights_only=True), value)
 
 
-@pytest.mark.parametrize("value", [lambda: 1, Path("a"), [{"deep": Harmful()}], ({1: range(3)},)], ids=str)
+@pytest.mark.parametrize("value", [lambda: 1, Path("a"), [{"deep": Harmful()}], ({1: range(3)},)])
 def test_what_would_not_load_is_not_kept(value: Any) -> None:
     assert not loads(value)
 
