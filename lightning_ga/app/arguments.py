@@ -31,7 +31,7 @@ KINDS: Mapping[Any, str] = {  # of annotations that a plain value can be compare
 NOT_ZERO = {  # arguments that are divided by, and what to type in place of zero
     "check_val_every_n_epoch": "trainer.limit_val_batches=0 leaves validation out",
     "val_check_interval": "trainer.limit_val_batches=0 leaves validation out",
-    "rows": "the default is 200000",
+    "rows": "leave it out for the default",
     "step_size": "lr_scheduler=none keeps the learning rate as it is",
 }
 Known = Mapping[str, Parameter]

@@ -93,10 +93,9 @@ class EpochLine(Callback):
             known |= means()
         if not trainer.is_global_zero:
             return
-        metrics = {}
-        for name, value in known.items():
-            if self._has_validated or not name.startswith("val"):  # values of the epoch before are still there
-                metrics[name] = float(value)
+        if not self._has_validated:  # values of the epoch before are still there
+            known = {name: value for name, value in known.items() if not name.startswith("val")}
+        metrics = {name: float(value) for name, value in known.items()}
         seconds = time.perf_counter() - self._epoch_began
         line = epoch_line(trainer.current_epoch + 1, trainer.max_epochs, metrics, seconds)
         self._print(f"{line}, {self._rate(trainer)}{batch_of(trainer)}")

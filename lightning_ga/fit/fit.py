@@ -207,7 +207,7 @@ class Fit:
 
     def end_micro_batch(self) -> None:
         """Note the new position if a window is over."""
-        self.parts.gradients.running = None
+        self.parts.gradients.forget_pass()
         if self.data.windows.is_over and not self.parts.place.skips_backward:
             self.data.windows.end_window()
             self._rewinder.end_window()

@@ -44,7 +44,7 @@ class Gradients:
         self.normalize: Normalize = options.normalize
         self._counter: Callable[[Any], Any] | None = self.normalize if callable(self.normalize) else None
         self._may_leave_out = options.on_oom == "skip"
-        self.left_out: set[int] = set()  # indices of passes in the running window whose samples are left out
+        self.left_out: set[int] = set()  # indices of the window's passes that are left out: ``LeftOut`` fills it
         self.running: int | None = None  # index of the pass that runs; known if samples may be left out
         self.shapes = ""  # of the tensors of its batch
         self._world_size = ranks.data_ranks(trainer)[0]
@@ -174,6 +174,10 @@ class Gradients:
             # All that is trained depends on the loss, as reducers of ranks expect.
             trained = [each for each in self._trainer.lightning_module.parameters() if each.requires_grad]
             self._skip_step(torch.stack([each.flatten()[:1].float().sum() for each in trained]).sum() * 0.0)
+
+    def forget_pass(self) -> None:
+        """Forget which pass ran last."""
+        self.running = None
 
     def _skip_step(self, loss: torch.Tensor) -> None:
         """Let the step of the pass that begins return this loss."""

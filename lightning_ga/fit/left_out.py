@@ -41,7 +41,7 @@ class LeftOut:
         """Begin another window, of which no sample is left out so far."""
         if not self._parts.gradients.left_out:
             self._in_row = 0
-        self._parts.gradients.left_out = set()
+        self._parts.gradients.left_out.clear()
 
     def add(self) -> bool:
         """Leave out the sample whose pass has failed; return whether one is known to have.

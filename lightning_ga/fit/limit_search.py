@@ -221,10 +221,9 @@ class LimitSearch:
             if all_fit and self._parts.limit.chunked is None:
                 return NO_LIMIT  # larger batches run as they are, and are cut after an error
             return min(fits, tried)
+        # If a collate function has dropped some of a window that fits, other batches may have all of it.
         whole_window_fits = all_fit and self.found.result is None
-        if whole_window_fits:  # also if a collate function has dropped some of it: other batches may have all
-            return useful
-        return min(fits, useful)  # what was recalled may be for larger windows
+        return useful if whole_window_fits else min(fits, useful)  # what was recalled may be for larger windows
 
     def _recall(self, tried: int, restored: RunState | None) -> int | None:
         """Return the limit that a checkpoint has kept; ``None`` if there is none, or if it does not hold here."""

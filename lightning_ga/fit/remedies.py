@@ -54,7 +54,7 @@ class Remedies:
 
     def begin_window(self) -> None:
         """Begin a window; nothing happens if it begins again after an error."""
-        self._parts.gradients.running = None
+        self._parts.gradients.forget_pass()  # an error before the next one is of no sample
         window = self._parts.progress.window
         if window == self._window:
             return

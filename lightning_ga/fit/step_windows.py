@@ -172,10 +172,8 @@ class StepWindows(CutWindows):
         if limit.chunked is not None:
             return limit.samples
         largest_piece = max(self._passes.sizes, default=0)  # 0 before the first pass
-        if largest_piece > 1:
-            return largest_piece
         # One sample in a small batch is no reason to give up while other pieces have more.
-        return min(limit.samples, self.planner.units)
+        return largest_piece if largest_piece > 1 else min(limit.samples, self.planner.units)
 
     def plan_again(self) -> None:
         """Give the window's batches back to the loop, which begins it again in smaller pieces."""

@@ -5,10 +5,8 @@ from functools import cached_property
 from itertools import chain, cycle, islice
 from typing import Any
 
-from torch.utils.data import default_collate
-
 from lightning_ga.batch.layout import elements, leaves
-from lightning_ga.loading.rebatch import collates, finishes_batches
+from lightning_ga.loading.rebatch import collates, finishes_batches, has_own_collate
 from lightning_ga.loading.sample_reader import SampleReader, anything_but_out_of_memory
 from lightning_ga.loading.shown_samples import ShownSamples
 from lightning_ga.memory.live_tensors import uncounted
@@ -46,8 +44,8 @@ class KnownSamples:
 
     @property
     def has_own_collate(self) -> bool:
-        """Whether collating may drop samples, or make tensors of text: torch's own function does not."""
-        return self.loader.collate_fn is not default_collate
+        """Whether collating may drop samples, or make tensors of text."""
+        return has_own_collate(self.loader)
 
     @property
     def can_be_read_apart(self) -> bool:

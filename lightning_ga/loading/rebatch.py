@@ -17,6 +17,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    default_collate,
 )
 from torch.utils.data.distributed import DistributedSampler
 
@@ -61,6 +62,11 @@ def collates(loader: Any) -> bool:
 def finishes_batches(loader: "DataLoader[Any]") -> bool:
     """Return whether a loader may finish its batches after they were collated."""
     return type(loader)._get_iterator is not DataLoader._get_iterator
+
+
+def has_own_collate(loader: Any) -> bool:
+    """Return whether collating may drop samples, or make tensors of text: torch's own function does not."""
+    return loader.collate_fn is not default_collate
 
 
 def collates_by_index(loader: Any) -> bool:

@@ -112,12 +112,16 @@ class SampleReader:
         if self._moved_by_reading():
             return
         lists = map(list, zip(indices))
-        reseeding = partial(_then_reseeded, self.loader.dataset)
-        with uncounted(), self.fetched(lists, reseeding) as reads:  # samples lie on the host
+        with uncounted(), self.fetched(lists, self._reseeding) as reads:  # samples lie on the host
             for samples in until_error(reads):
                 if not isinstance(samples, (list, tuple)) or len(samples) != 1:
                     return  # ``__getitems__`` returns a batch
                 yield samples[0]
+
+    @property
+    def _reseeding(self) -> Callable[[Any], Any]:
+        """A function that returns what was read; every read but the first draws the same random numbers."""
+        return partial(_then_reseeded, self.loader.dataset)
 
     def _moved_by_reading(self) -> list[Any]:
         return moved_by_reading(self.loader.dataset, in_workers=self.loader.num_workers > 0)
@@ -184,7 +188,7 @@ class SampleReader:
         if not self._are_by_index or not self.reads_lists or self._moved_by_reading():
             return True
         lists = self._lists()
-        with uncounted(), self.fetched(lists, partial(_then_reseeded, self.loader.dataset)) as reads:
+        with uncounted(), self.fetched(lists, self._reseeding) as reads:
             found = attempt(list, anything_but_out_of_memory, reads).result or []
         if not found or not all(isinstance(samples, (list, tuple)) for samples in found):
             return True  # an error is left to training; a batch has no samples to look at
@@ -211,7 +215,6 @@ def until_error(reads: Iterator[T]) -> Iterator[T]:
 
 
 def _then_reseeded(dataset: Any, samples: Any) -> Any:
-    """Return what was read; every read but the first draws the same random numbers."""
     reseed(0, generators_in(reached_from(dataset)))
     return samples
 

@@ -14,14 +14,14 @@ from math import ceil
 from operator import index
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, default_collate
+from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_ga.batch.layout import extents_by_axis
 from lightning_ga.errors import UserError
 from lightning_ga.loading.known_samples import KnownSamples
 from lightning_ga.loading.largest import SAMPLES_KEPT
 from lightning_ga.loading.orders import Order
-from lightning_ga.loading.rebatch import length_of
+from lightning_ga.loading.rebatch import has_own_collate, length_of
 from lightning_ga.loading.sample_reader import SAMPLES_AT_ONCE, SampleReader
 from lightning_ga.loading.sampler import listed
 from lightning_ga.loading.trial_batches import BatchCutter, TrialBatches
@@ -122,7 +122,7 @@ class SampleSizes:
             return array("q", sizes)
 
     def _read_shapes(self, indices: Sequence[Any]) -> "array[int]":
-        text = self._loader.collate_fn is not default_collate
+        text = has_own_collate(self._loader)
         with self._measured(indices, partial(extents_by_axis, text=text)) as extents:
             if self._shared is not None:
                 return array("q", map(self._shared.size, extents))

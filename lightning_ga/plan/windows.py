@@ -146,9 +146,7 @@ class EpochPlan:
         """Return the places, in the epoch's order, of one micro-batch; of a stand-in, that of the last sample."""
         start = window.start + window.before + sum(window.sizes[:index_in_window])
         size = window.sizes[index_in_window]
-        if not size:
-            return range(window.end - 1, window.end)
-        return range(start, start + size)
+        return range(start, start + size) if size else range(window.end - 1, window.end)
 
     @cached_property
     def length(self) -> int:

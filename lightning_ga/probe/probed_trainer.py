@@ -77,12 +77,16 @@ class ProbedTrainer(ProbedTraining):
         self._assumed: list[Tensor] = []  # parameters with a gradient as long as no step has shown which have one
         self._recomputed: tuple[str, ...] = ()  # in steps
 
+    def use_batches(self, batches: TrialBatches) -> None:
+        """Run the next steps on other batches."""
+        self.batches = batches
+
     def batch(self, samples: int) -> tuple[Any, Any]:
         """Make a batch of so many samples on the device, and the whole batch that training has beside it."""
         return self.batches.make(samples, BatchTransfer(self.trainer).for_trial)
 
     def describe(self, options: Options) -> dict[str, Any]:
-        """Describe the step by all that its limit depends on."""
+        """Describe the step, so that a limit of the same kind of step is found in the cache."""
         with uncounted():
             batch_and_whole = self.batch(min(2, self.batches.most))
         return describe_step(self.trainer, batch_and_whole, options, self._setup.rank_samples)

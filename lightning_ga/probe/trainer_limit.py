@@ -109,7 +109,8 @@ def find_limit(
             steps = 0
             if batches.largest is not None:  # else training alone reads samples, and others cannot be tried
                 least = ceil_div(found.limit * longest, high)  # of even smaller samples, more than ``high`` would fit
-                shorter, training.batches = setup.sizes.trials_of_smaller(least, batches.cutter)
+                shorter, smaller_batches = setup.sizes.trials_of_smaller(least, batches.cutter)
+                training.use_batches(smaller_batches)
                 confirm = partial(prober.confirm, predict_only=predict_only)
                 limits, steps = limits_by_size(confirm, found.limit, longest=longest, shorter=shorter)
             found = replace(found, sizes=limits, steps=steps or found.steps)

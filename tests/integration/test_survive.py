@@ -137,6 +137,14 @@ def memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Rewinder, "guarding", short)
 
 
+@pytest.mark.filterwarnings("ignore:Whether accumulation is exact:UserWarning")
+def test_the_warning_of_retries_names_chunks_where_submodules_run_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory_is_short(monkeypatch)
+    name = next(name for name, _ in Regression().named_children())
+    with pytest.warns(UserWarning, match="memory is fragmented: chunks have at most"):
+        train_with_faults(mode="step", whole=(name,), effective_batch_size=8)
+
+
 def test_an_error_after_retries_is_no_window_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """The allocator frees its cache before each of two errors of one window: the limit falls twice, not thrice."""
     failed: list[None] = []

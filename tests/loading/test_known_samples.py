@@ -413,6 +413,29 @@ def test_the_first_batch_of_a_subset_shows_its_samples_too() -> None:
     assert [number for _, number in samples.examples] == [0, 1, 2]
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_first_batch_of_which_nothing_is_left_shows_nothing(workers: int) -> None:
+    """The next one shows its samples."""
+
+    class BrokenAtFirst(Stream):
+        def __iter__(self) -> Iterator[Any]:
+            rows = super().__iter__()
+            return (None if number < 4 else row for number, row in enumerate(rows))
+
+    samples = KnownSamples(DataLoader(BrokenAtFirst(), 4, num_workers=workers, collate_fn=second_axis_of_some))
+    reads = iter(samples.with_shown_batch())
+    assert next(reads) is None
+    if not workers:  # a worker reads ahead
+        assert samples.examples == []
+    next(reads)
+    assert [number for _, number in samples.examples] == [4, 5, 6]
+
+
+def second_axis_of_some(batch: list[Any]) -> Any:
+    left = [sample for sample in batch if sample is not None]
+    return second_axis(left) if left else None
+
+
 def test_nothing_is_settled_before_the_first_batch() -> None:
     """Samples that it will show are asked for earlier, too; whether batches can be joined stays as planned."""
 
