@@ -99,7 +99,7 @@ BUILT = [  # what the classes say
     (["model=mlp", "trainer.check_val_every_n_epoch=0"], ["every_n_epoch=0 must be above 0; trainer.limit_val_"]),
     (["model=mlp", "trainer.val_check_interval=0"], ["val_check_interval=0 must be above 0; trainer.limit_val_"]),
     (["model=mlp", "lr_scheduler=step", "lr_scheduler.step_size=0"], ["lr_scheduler.step_size=0 must be above 0; lr_"]),
-    (["model=hashed_patches", "optimizer=adagrad", "model.rows=0"], ["model.rows=0 must be above 0; the default"]),
+    (["model=hashed_patches", "optimizer=adagrad", "model.rows=0"], ["model.rows=0 must be above 0; leave it out"]),
     (["model=mlp", "lr_scheduler.warmup=5"], ["lr_scheduler.warmup=5 must be a share", "lr_scheduler.warmup_epochs=…"]),
     (["model=mlp", "seed=-1"], ["seed=-1 must be from 0 to 4294967295, or null."]),
     (["model=mlp", "optimized_metric=val/accuracy"], ["write optimized_metric=val/acc,"]),
