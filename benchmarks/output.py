@@ -65,7 +65,7 @@ def benchmark(name: str, doc: str | None, measure: Measure, text: Text, quick: M
         record |= {"load_average": os.getloadavg()[1], "seconds": round(time.perf_counter() - start, 1)}
         print(f"\r{text(record)}\n{record['seconds']} s")
         if not is_quick:
-            print(write_json(name, record).name)
+            print(f"{write_json(name, record).name}; its page: python -m benchmarks.quote")
         missed = record.get("missed", ())
         print(*(f"MISSED {each}\n" for each in missed), sep="", end="")
         return judged(record.get("targets", ())) or int(bool(missed))
