@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 (the name PyTorch users know)
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from lightning_ga import recorded_steps, step_weights
+from lightning_ga import audited_steps, audited_weights
 from lightning_ga.audit import Audit, audit
 
 FACTOR, BATCH, EPOCHS, FEATURES, LR = 4, 4, 2, 12, 0.25
@@ -400,16 +400,18 @@ def audited_by_weights(program: Callable[[Linear], object], samples: int, max_no
     task = Linear(samples, max_norm)
     program(task)
     model = nn.Linear(FEATURES, 1, bias=False).double()
-    recorder = recorded_steps.Recorder(model)
+    recorder = audited_steps.Recorder(model)
     read = 0
     for before, after in zip(task.weights, task.weights[1:]):
         read += 1
         if not torch.equal(before, after):
             gradients = {"weight": (before - after).flatten() / LR}
-            recorder.steps.append(recorded_steps.Seen(read, before.flatten(), [True], gradients, False))
+            recorder.steps.append(audited_steps.Seen(read, before.flatten(), [True], gradients, False))
             read = 0
     batches = [(torch.tensor(inputs), torch.tensor(targets)) for inputs, targets in task.batches()]
-    return step_weights.measured(recorder, step_weights.Reads(batches, loss_of, lambda batch: len(batch[0])), FACTOR)
+    return audited_weights.measured(
+        recorder, audited_weights.Reads(batches, loss_of, lambda batch: len(batch[0])), FACTOR
+    )
 
 
 def keras(task: Linear) -> None:

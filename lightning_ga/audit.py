@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from lightning_ga.audited_script import audit_script
+from lightning_ga.audited_steps import Recorder
+from lightning_ga.audited_weights import Reads, measured
 from lightning_ga.double_precision import Promotion, in_double
 from lightning_ga.errors import UserError, printable
 from lightning_ga.plan.audit_verdicts import Audit, AuditStep
 from lightning_ga.plan.item_counters import Samples
-from lightning_ga.recorded_steps import Recorder
-from lightning_ga.step_weights import Reads, measured
 
 __all__ = ["Audit", "AuditStep", "audit"]
 

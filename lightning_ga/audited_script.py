@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules import module as hooks
 
+from lightning_ga.audited_steps import Recorder
+from lightning_ga.audited_weights import Reads, measured
 from lightning_ga.double_precision import LOWER, Promotion, in_double
 from lightning_ga.errors import UserError
 from lightning_ga.plan.audit_verdicts import Audit
 from lightning_ga.plan.item_counters import Samples, TargetTokens
-from lightning_ga.recorded_steps import Recorder
 from lightning_ga.snapshot.copies import copied_if_possible
-from lightning_ga.step_weights import Reads, measured
 
 
 class EnoughError(BaseException):

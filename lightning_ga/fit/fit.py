@@ -15,14 +15,14 @@ from lightning_ga.compat.logged_values import StepValues
 from lightning_ga.compat.loop_counters import LoopPlace
 from lightning_ga.compat.replicas import AnyExchange, exchange_of
 from lightning_ga.fit.checks import BY_HAND, check_automatic, check_trainer
+from lightning_ga.fit.data_progress import DataProgress
 from lightning_ga.fit.gradients import Gradients
+from lightning_ga.fit.learning_rates import WindowRates
 from lightning_ga.fit.left_out import LeftOut
 from lightning_ga.fit.limit import Limit
 from lightning_ga.fit.limit_search import LimitSearch
 from lightning_ga.fit.messages import OomReporter
 from lightning_ga.fit.parts import FitParts
-from lightning_ga.fit.progress import Progress
-from lightning_ga.fit.rates import WindowRates
 from lightning_ga.fit.remedies import Remedies
 from lightning_ga.fit.rewind import Rewinder
 from lightning_ga.fit.shares import Shares
@@ -59,7 +59,7 @@ class Fit:
         check_trainer(trainer, trainer.lightning_module, request)
         limit = Limit(trainer, options.whole)
         shares = Shares(trainer, options)
-        progress = Progress(trainer, place, earlier)
+        progress = DataProgress(trainer, place, earlier)
         gradients = Gradients(trainer, options)
         values = StepValues(trainer, place, lambda: gradients.counted, shares.waiting)
         self.parts = FitParts(request, limit, shares, progress, gradients, values)

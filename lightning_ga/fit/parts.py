@@ -9,9 +9,9 @@ from typing import Any
 
 from lightning_ga.compat.logged_values import StepValues
 from lightning_ga.compat.loop_counters import LoopPlace
+from lightning_ga.fit.data_progress import DataProgress
 from lightning_ga.fit.gradients import Gradients
 from lightning_ga.fit.limit import Limit
-from lightning_ga.fit.progress import Progress
 from lightning_ga.fit.shares import Shares
 from lightning_ga.plan.config import Request
 
@@ -23,7 +23,7 @@ class FitParts:
     request: Request
     limit: Limit
     shares: Shares
-    progress: Progress
+    progress: DataProgress
     gradients: Gradients
     values: StepValues
     undo_at_end: ExitStack = field(default_factory=ExitStack)

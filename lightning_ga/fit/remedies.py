@@ -46,7 +46,7 @@ class Remedies:
         self._left_out = left_out
         self._windows = windows
         self._may_recompute = options.checkpoint == "auto"
-        self._window: tuple[int, int] | None = None  # the running one, as ``Progress`` names it
+        self._window: tuple[int, int] | None = None  # the running one, as ``DataProgress`` names it
         self._number = 0  # of the running window, in this fit
         self._limit_before = self._parts.limit.mark()  # as the running window began
         self._names_before = search.recomputed.names  # of what it computed again as it began

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (the name PyTorch users know)
 from torch import Tensor, nn
 
-from lightning_ga.models.classifier import to_group_norm
+from lightning_ga.models.group_norm import to_group_norm
 from lightning_ga.models.reference import ReferenceModule
 from lightning_ga.models.timm import build_timm
 

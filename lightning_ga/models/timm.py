@@ -9,7 +9,8 @@ import timm
 from torch import nn
 
 from lightning_ga.errors import UserError
-from lightning_ga.models.classifier import Classifier, to_group_norm
+from lightning_ga.models.classifier import Classifier
+from lightning_ga.models.group_norm import to_group_norm
 
 
 class TimmClassifier(Classifier):

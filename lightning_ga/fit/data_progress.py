@@ -12,7 +12,7 @@ from lightning_ga.plan.recipe import RecipeEpoch
 from lightning_ga.plan.run_state import Position, RunState
 
 
-class Progress:
+class DataProgress:
     """The position of a fit: its epoch, and the samples and batches done in it and before.
 
     A fit that follows another of the same Trainer continues its counts, as Lightning's loops do.

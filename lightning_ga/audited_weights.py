@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _NormBase
 
+from lightning_ga.audited_steps import Recorder, Seen, real
 from lightning_ga.double_precision import Promotion
 from lightning_ga.errors import UserError
 from lightning_ga.plan.audit_verdicts import Audit, AuditStep, judge
-from lightning_ga.recorded_steps import Recorder, Seen, real
 
 EXPLAINED = 1e-6  # largest relative residual of weights that explain a gradient
 NO_WEIGHT = 1e-5  # relative to the largest weight
