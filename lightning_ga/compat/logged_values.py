@@ -239,7 +239,10 @@ def _exchanged(value: Tensor, weight: float, sync: Any) -> Tensor:
         return cast(Tensor, sync(value))
     wide = value.to(torch.promote_types(value.dtype, torch.float32))
     of_rank = torch.full_like(wide, weight)
-    means = sync(torch.stack([wide, wide * weight, of_rank, of_rank.square()]))  # over ranks
+    product = torch.zeros_like(wide)
+    if weight:  # a mean over nothing is NaN, and 0 × NaN too
+        product = wide * weight
+    means = sync(torch.stack([wide, product, of_rank, of_rank.square()]))  # over ranks
     mean_value, mean_product, mean_weight, mean_square = means
     are_equal = mean_square == mean_weight.square()
     return torch.where(are_equal, mean_value, mean_product / mean_weight).to(value.dtype)
@@ -265,13 +268,12 @@ def merged_entry(logged: Sequence[Logged], largest: int = 0) -> tuple[Any, Setti
 def _weights_of(logged: Sequence[Logged], largest: int) -> tuple[Sequence[float], Settings]:
     """Return what passes weigh in means, and the settings by which the merged value is logged.
 
-    - If each ``batch_size`` is counted in its pass, the merged value has their sum; passes weigh what was counted if
-      that is not their samples.
-    - Otherwise the settings are those of the first pass. Then, and if samples were counted, each pass has its weight.
+    - The settings are those of the first pass; their ``batch_size`` is the sum over passes if each has counted its own.
+    - Passes weigh what they have counted, if that is not their samples; else the weights they were logged with.
     """
     samples = [each.samples for each in logged]
     given = [each.settings.get("batch_size") for each in logged]
-    sizes = [None if size is None else int(size) for size in given]  # tensors are unlike each other
+    sizes = [None if size is None else int(size) for size in given]  # sets hold equal tensors apart
     settings = {**logged[0].settings}
     counts = [size for size in sizes if size is not None]
     units = logged[0].units or logged[0].samples
@@ -288,7 +290,7 @@ def mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     pairs = [pair for pair in zip(values, weights) if pair[1]] or [(values[-1], 1.0)]
     kept, shares = zip(*pairs)
     wide = torch.stack(kept).to(torch.promote_types(dtype, torch.float32))
-    if len({*shares}) == 1:  # one value stays what it is, to the bit
+    if len({*shares}) == 1:  # of equal weights; a single value stays what it is, to the bit
         return wide.mean(0).to(dtype)
     weighted = [value * weight for value, weight in zip(wide, shares)]
     return (torch.stack(weighted).sum(0) / float(sum(shares))).to(dtype)
@@ -300,8 +302,8 @@ def _are_counts(sizes: Sequence[int], samples: Sequence[int], units: int, larges
     - Sizes that differ from pass to pass, or that equal the passes' samples, are counted.
     - One size for passes of unlike samples is a constant, and so is one that equals the samples of all passes, or of
       the ``largest`` batch.
-    - Another size for passes of equal samples may count tokens, as many in each sample, or what several loaders give
-      in each of so many ``units``.
+    - Another size for passes of equal samples may count tokens, as many in each sample: 24 in 8 samples, but not 25. Or
+      it counts what several loaders give in each of so many ``units``.
     """
     if len({*sizes}) > 1 or [*sizes] == [*samples]:
         return True

@@ -1,4 +1,4 @@
-"""The place of the fit loop in its data: ``window × factor`` micro-batches. Nothing else writes Lightning's counters.
+"""The place of the fit loop in its data: ``window × factor`` micro-batches. Nothing else writes these counters.
 
 Lightning's ``loops/fit_loop.py``, ``loops/training_epoch_loop.py``, ``loops/progress.py`` and ``loops/fetchers.py``.
 
@@ -90,9 +90,9 @@ class LoopPlace(LoopReader):
         if left is None:
             return None
         factor, recipe_factor, steps, position = left
-        if self.factor == factor:
+        if self.factor == factor:  # the user has set no other since
             self.set_factor(recipe_factor)
-        return position if steps == self._trainer.global_step else None
+        return position if steps == self._trainer.global_step else None  # steps without the callback move on
 
     def leave(self, recipe_factor: int, position: object) -> None:
         """Note for the next fit where this one ends. The factor stays, as with Lightning's own scheduler."""
@@ -165,8 +165,11 @@ class LoopPlace(LoopReader):
         self._align_logger_steps()
 
     def begin_epoch_after_last_batch(self) -> None:
-        """Let a loop restored after its epoch's last batch count from zero, also from a stock checkpoint."""
-        progress = self._loop.batch_progress  # Lightning itself moves on from the number of batches that it knows
+        """Let a loop restored after its epoch's last batch count from zero, also from a stock checkpoint.
+
+        Lightning does so itself if the count of the checkpoint is the number of batches that the loop has now.
+        """
+        progress = self._loop.batch_progress
         if self.restarts and progress.is_last_batch and progress.current.ready != self._fit_loop.max_batches:
             self.begin_at(0, continues_epoch=False)
 
@@ -181,7 +184,7 @@ class LoopPlace(LoopReader):
         for name in _COUNTS:
             count = at
             if batch_end_is_due and name == "completed":
-                count -= 1  # the end of the last batch runs once more, and adds 1; -1 if the epoch begins
+                count -= 1  # the loop's reset adds 1 for the end of the last batch; -1 if the epoch begins
             setattr(progress.current, name, count)
             if total:
                 setattr(progress.total, name, before + count)
@@ -228,7 +231,7 @@ class LoopPlace(LoopReader):
         Without this it acts as if it were in the middle of the old epoch (``fit_loop.py:400``, ``:447``).
         """
         progress = self._fit_loop.epoch_progress.current
-        if progress.ready != progress.processed:
+        if progress.ready != progress.processed:  # Lightning itself will end that epoch
             return
         if progress.completed < progress.processed:  # with max_steps, a checkpoint written in on_train_epoch_end
             self._fit_loop.epoch_progress.increment_completed()

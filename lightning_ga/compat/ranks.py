@@ -54,6 +54,7 @@ def gradients_are_private(trainer: Any) -> bool:
     """Return whether nothing but this package and the optimizers reads gradients: no reduction of a strategy's own."""
     module = trainer.strategy.model
     if isinstance(module, DistributedDataParallel):
+        # As ``Exchange.by_hand``: with an obstacle or a hook, DDP's own reducer reads them.
         return obstacle(trainer) is None and not module._comm_hooks
     return isinstance(trainer.strategy, patching.sibling(trainer, "strategies").SingleDeviceStrategy)
 

@@ -68,7 +68,8 @@ class Exchange:
         self._before_sending = before_sending
         self._noting = _Noting(module.process_group, before_sending)
         is_wide = has_grad_dtype() and bool(half_parameters(module)) and not module._comm_hooks
-        # Averaged after the window's last pass: sums in float32, and ``static_graph``, which forbids ``no_sync``.
+        # Averaged after the window's last pass: sums in float32; and with ``static_graph``, which would exchange in the
+        # first pass in spite of ``no_sync``.
         self.by_hand = refusal is None and (module.static_graph or is_wide)
         self._stage = Stage.PASSES
         self._repeats = False  # whether the window runs again
@@ -88,7 +89,7 @@ class Exchange:
         """Share buffers before the savepoint is taken; a window that runs again has them already."""
         module = self._module
         if not self._repeats:
-            if self.by_hand:  # static_graph would exchange in the first pass in spite of no_sync
+            if self.by_hand:
                 module._static_graph_delay_allreduce_enqueued = True
             elif self.refusal is None:
                 module.reducer._update_process_group(self._noting)
@@ -98,7 +99,7 @@ class Exchange:
             self._stage = Stage.PASSES
             self._noting.begin()  # an error before the exchange is to wait for nothing of the window before
             ranks.share_buffers_before_forward(module)
-        module.require_forward_param_sync = False  # also if the window runs again
+        module.require_forward_param_sync = False  # a failed last pass has set it, and a rank alone must not share
 
     @contextmanager
     def pass_(self, *, last: bool) -> Iterator[None]:
@@ -118,6 +119,7 @@ class Exchange:
                 stack.enter_context(ranks.uncounted_collectives())
             for weight in self._sparse:  # DDP divides sparse gradients in place, which share memory with others
                 stack.callback(weight.register_hook(torch.clone).remove)  # type: ignore[no-untyped-call]
+            # Before ``on_after_backward``. When the window ends, ``finish`` is called again, and finds it done.
             if last and self.by_hand and self._plugin is not None:
                 run = partial(self._then_finish, self._plugin.backward)
                 stack.enter_context(patching.shadowed(self._plugin, "backward", run))

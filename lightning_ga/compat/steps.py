@@ -68,7 +68,8 @@ def isolated(trainer: Any, *, begins: bool = True, steps: bool = True) -> Iterat
         finally:
             state.restore()
             if begins and getattr(model, "find_unused_parameters", False) and not model.static_graph:
-                # Passes under ``no_sync`` count, too (``c10d/reducer.cpp``). A running window needs its own counts.
+                # Passes, also under ``no_sync``, note in it which parameters they use (``c10d/reducer.cpp``); what a
+                # running window has noted stays.
                 model.reducer._reset_state()
 
 

@@ -77,7 +77,7 @@ class BatchPasses(WholePasses):
         batch = step_kwargs["batch"]
         limit = self._parts.limit
         units, batch_samples = self._count(batch)
-        limit.cut_evenly(units)
+        limit.size_chunks(units)
         self.sizes = micro_batch_sizes(units, limit.of_pass, self._parts.request.multiple)
         self.samples += batch_samples
         if len(self.sizes) == 1:

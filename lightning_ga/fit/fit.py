@@ -109,8 +109,8 @@ class Fit:
         """Let the loop run windows from here on; their members begin each of them in this order."""
         parts = self.parts
         members = [
-            remedies.begin_window,  # first: takes limits back, by which windows are planned
-            self.search.begin_window,
+            self.search.begin_window,  # first: windows are planned by the limit
+            remedies.begin_window,  # notes the limit, which ``end_window`` may take back
             self.data.windows.begin_window,
             parts.gradients.begin_window,
             parts.values.begin_window,
@@ -170,7 +170,7 @@ class Fit:
         """Cut the next epoch as its schedule says; ranks agree on limit and verdict.
 
         If its windows are larger than any before, the limit is looked for again. In the first epoch ``begin_epoch``
-        does nothing, because ``start`` has begun it: ``begin_window`` follows a limit that changes here.
+        does nothing, because ``start`` has begun it: ``LoaderWindows.begin_window`` follows a limit that changes here.
         """
         parts = self.parts
         parts.shares.follow_limits(parts.limit.samples)
@@ -273,7 +273,7 @@ class Fit:
     # --- what a user reads at the start --------------------------------------------------------
 
     def summary(self) -> str:
-        """Return plan and probe in one line, and a verdict that no warning shows."""
+        """Return plan and probe in one line, and the verdict unless that is exact, or inexact, which a warning says."""
         plan = str(self.plan)
         if self.parts.request.by_window:
             plan += f", the first of {self.parts.request.by_window!r}"

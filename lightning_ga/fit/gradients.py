@@ -97,8 +97,8 @@ class Gradients:
             self._weigh_share(0.0 if is_stand_in else 1.0, of=1.0)
         else:
             planned = window.sizes[index_in_window]
-            is_summed = self._world_size > 1 and (may_drop or self._may_leave_out)
-            self._weigh_known(items, planned=planned, window_samples=window.samples, is_summed=is_summed)
+            count_may_differ = may_drop or self._may_leave_out
+            self._weigh_known(items, planned=planned, window_samples=window.samples, count_may_differ=count_may_differ)
         if is_stand_in and self._world_size == 1:  # on several ranks its step runs, because it may exchange values
             # No parameter gets a gradient, as one that the others of the window do not use gets none.
             self._skip_step(torch.zeros((), device=self._trainer.lightning_module.device, requires_grad=True))
@@ -117,7 +117,7 @@ class Gradients:
             self._weigh_share(count, of=total)
         elif is_whole_window and total > 0:
             self._weigh_known(count, planned=count, window_samples=total)
-        elif is_whole_window and self._counter is None:  # a batch without samples: 0 of 0 weighs 1
+        elif is_whole_window and self._counter is None:  # 0 samples of 0 weigh 1, as in stock Lightning
             self._weigh_share(count, of=total)
         else:  # the total is known as the window ends; a counter that counts nothing in all of it is refused there
             self._weigh_late(count)
@@ -129,7 +129,9 @@ class Gradients:
         is_first = self._begin_pass()
         self.weights.weigh_share(count, of=of, first=is_first)
 
-    def _weigh_known(self, count: float, *, planned: float, window_samples: float, is_summed: bool = False) -> None:
+    def _weigh_known(
+        self, count: float, *, planned: float, window_samples: float, count_may_differ: bool = False
+    ) -> None:
         is_first = self._begin_pass()
         self.weights.weigh_known(
             count,
@@ -137,7 +139,7 @@ class Gradients:
             window=window_samples,
             factor=self._factor,
             first=is_first,
-            is_summed=is_summed,
+            count_may_differ=count_may_differ,
         )
 
     def _weigh_late(self, count: float) -> None:

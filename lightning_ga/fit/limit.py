@@ -78,7 +78,7 @@ class Limit:
         self.samples = min(samples for samples, _ in marks)
         self.has_fallen = any(has_fallen for _, has_fallen in marks)
 
-    def cut_evenly(self, samples: int) -> None:
+    def size_chunks(self, samples: int) -> None:
         """Let submodules run over a batch of so many samples in chunks within the limit, all of about the same size."""
         if self.chunked is not None:
             self.chunked.size.use(self.samples, window=samples)

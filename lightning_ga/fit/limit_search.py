@@ -1,7 +1,7 @@
 """Find the limit: an argument, a window that fits as it is, or from a checkpoint, the cache or a probe.
 
-It is looked for only if a window does not fit as it is: at the start, where a schedule makes windows larger, or after
-an error.
+Unless the limit itself is wanted, it is looked for only if a window does not fit as it is: at the start, where a
+schedule makes windows larger, or after an error.
 
 Tested in tests/integration/test_probe.py and tests/integration/test_remembered.py.
 """
@@ -86,7 +86,7 @@ class LimitSearch:
             samples = self._find(self._most_useful(), restored, self._setup(begins=True))
         else:
             self.recomputed.use(self._always)
-            samples = self._parts.request.capped(NO_LIMIT)
+            samples = self._parts.request.micro_batch_in_place_of(NO_LIMIT)
         limit = self._parts.limit
         limit.use(samples)
         if restored is not None and restored.limit is not None:
@@ -102,12 +102,13 @@ class LimitSearch:
     def follow_windows(self) -> None:
         """Look for the limit again if the window that comes next is larger than any that was asked about.
 
-        Ranks agree on it first, which is a collective. All reach it at the same window: in the loader they have asked
-        about the same number, and in the step a window never needs more than a batch, whose size is the same.
+        Ranks agree on it first.
         """
         if self._parts.request.micro_batch is not None:
             return
         of_window = self._most_useful()
+        # All ranks return here, or none, which reach a collective below: in the loader they have asked about the same
+        # number, and in the step a window never needs more than a batch, whose size is the same.
         if of_window <= self._asked:
             return
         limit = self._parts.limit
@@ -208,9 +209,9 @@ class LimitSearch:
         if not setup.alone:  # first batches differ by rank
             tried = ranks.smallest_over_ranks(self._parts.trainer, tried)
             if not tried:  # a collate function has left nothing of a first batch: none is tried
-                return self._parts.request.capped(useful)
+                return self._parts.request.micro_batch_in_place_of(useful)
         fits = self._recall(tried, restored) or self._ask(tried, setup)
-        return self._parts.request.capped(self._limit_of_all(fits, tried=tried, useful=useful))
+        return self._parts.request.micro_batch_in_place_of(self._limit_of_all(fits, tried=tried, useful=useful))
 
     def _limit_of_all(self, fits: int, *, tried: int, useful: int) -> int:
         """Turn the result of a trial, that ``fits`` of ``tried`` samples fit, into the limit of all batches."""
@@ -221,9 +222,10 @@ class LimitSearch:
             if all_fit and self._parts.limit.chunked is None:
                 return NO_LIMIT  # larger batches run as they are, and are cut after an error
             return min(fits, tried)
-        # If a collate function has dropped some of a window that fits, other batches may have all of it.
-        whole_window_fits = all_fit and self.found.result is None
-        return useful if whole_window_fits else min(fits, useful)  # what was recalled may be for larger windows
+        # A window that fits as it is shows no limit: other batches may have samples that a collate function has dropped
+        # from this one.
+        is_no_limit = all_fit and self.found.result is None
+        return useful if is_no_limit else min(fits, useful)  # what was recalled may be for larger windows
 
     def _recall(self, tried: int, restored: RunState | None) -> int | None:
         """Return the limit that a checkpoint has kept; ``None`` if there is none, or if it does not hold here."""
@@ -235,6 +237,7 @@ class LimitSearch:
         if by_speed and fastest is None:  # nothing was timed
             return None
         may_recompute = known.recomputed is None or self._options.checkpoint == "auto"
+        # By its own budget: on the same hardware it holds, however much is free now.
         if not may_recompute or not still_holds(known, known.budget_bytes, tried, self._parts.request.multiple):
             return None
         self.found = Found(result=replace(known, fastest=fastest, source="checkpoint", steps=0, seconds=0.0))
@@ -290,8 +293,8 @@ class LimitSearch:
         except DoesNotFitError as error:
             if self._options.checkpoint != "auto" or self.recomputed.names:
                 raise
-            plain = error.with_traceback(None)
-        chosen = choose_recomputed(setup, self._options, plain)
+            without = error.with_traceback(None)
+        chosen = choose_recomputed(setup, self._options, without)
         self.recomputed.use(chosen.names)
         return search(recomputed=chosen)
 

@@ -53,7 +53,7 @@ class LoaderPlanner:
         """What ``accumulate=`` multiplies, rounded to ``micro_batch_multiple``: the recipe's if no limit bounded it."""
         request = self._parts.request
         known = self._parts.limit.micro_batch_at_start(self.recipe.batch_size)
-        return whole_multiples(request.capped(known), request.multiple)
+        return whole_multiples(request.micro_batch_in_place_of(known), request.multiple)
 
     @property
     def _sharing_ranks(self) -> int:
@@ -85,7 +85,7 @@ class LoaderPlanner:
             # A trial can have one batch, the first micro-batch. Until that is read, it is planned as a whole share.
             share = ceil_div(self.effective(epochs.start), self.recipe.world_size)
             high = min(high, self._first_micro_batch_read or share)
-        return self.source.capped(max(1, high))
+        return self.source.within_collatable(max(1, high))
 
     def steps_of(self, epoch: int, *, steps: int, samples: int) -> tuple[int, int]:
         """Return optimizer steps and samples of an epoch that begins after so many."""
@@ -116,7 +116,7 @@ class LoaderPlanner:
         shares = self._parts.shares
         micro_batch = ceil_div(inputs.schedule.largest, self._sharing_ranks)
         self._cut_by = self._parts.limit.samples
-        if enabled:  # else data are being set up, and ``capped`` must not collate samples yet
+        if enabled:  # else data are being set up, and no samples may be collated yet
             micro_batch = self._within_limit(micro_batch)
         self.plan = self.source.arrange(
             inputs.epoch,
@@ -143,7 +143,7 @@ class LoaderPlanner:
         )
 
     def _within_limit(self, samples: int) -> int:
-        return self.source.capped(min(samples, self._parts.limit.of_pass))
+        return self.source.within_collatable(min(samples, self._parts.limit.of_pass))
 
     # --- what is planned -----------------------------------------------------------------------
 

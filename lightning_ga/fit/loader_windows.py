@@ -61,9 +61,9 @@ class LoaderWindows(CutWindows):
 
     @property
     def _keeps_iterator_of_set_up(self) -> bool:
-        """Whether the loop, restored, would keep the iterator that is made as its data are loaded again.
+        """Whether data are loaded again in the epoch that a resumed loop continues: it keeps this set-up's iterator.
 
-        The loader is then as long as the recipe's batches, so that iterator ends too early.
+        That ends too early, because the loader is as long as the recipe's batches while the loop sets it up.
         """
         return self._reads and self._place.keeps_iterator
 
@@ -113,8 +113,8 @@ class LoaderWindows(CutWindows):
             self.planner.plan_epoch(self._place.epoch)
             self._place.size_epoch(self._source.epoch_plan.length)
         loader = self._source.loader
-        # This iterator uses up a generator from which training's has to draw the same seed: it is put back.
-        # ``loading.rebatch`` says more.
+        # The loader's ``__iter__`` takes ``before_dry_run`` and forgets it (``loading.rebatch``). Training's iterator
+        # needs it again, to draw the same seed.
         before_dry_run = loader.before_dry_run
         self._iterate()
         loader.before_dry_run = before_dry_run
@@ -175,7 +175,10 @@ class LoaderWindows(CutWindows):
             self._iterate()
 
     def _size_loop(self) -> None:
-        """Let the loop expect as many micro-batches as are planned; if they are the recipe's, leave its own number."""
+        """Let the loop expect as many micro-batches as are planned; if they are the recipe's, leave its own number.
+
+        That stays larger if the data have become shorter since their set-up.
+        """
         if not self.planner.counts_as_recipe:
             self._use_recipe_as_clock()
         length = self._source.batches_at_set_up
@@ -284,7 +287,7 @@ class LoaderWindows(CutWindows):
     def largest_pass(self) -> int:
         """The most samples of a micro-batch of the running window; with ``size_of``, of the longest samples."""
         if self._source.sizes is not None:
-            return self._parts.limit.samples
+            return min(self._parts.limit.samples, self._window.samples)
         return max(self._window.sizes, default=1)
 
     def halve_passes_of_short_samples(self) -> tuple[int, int] | None:

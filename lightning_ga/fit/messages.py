@@ -1,4 +1,4 @@
-"""What a user reads after an out-of-memory error.
+"""What a user reads after an out-of-memory error, or an error in a piece of a batch.
 
 Tested in tests/fit/test_evaluation.py and tests/integration/test_survive.py.
 """

@@ -31,7 +31,7 @@ class Pieces:
     """Keeps what the pieces of one batch log and return until all have run."""
 
     def __init__(self, results: Any, largest_batch: int = 0) -> None:
-        self._results = results  # of the loop that runs; ``None`` in prediction
+        self._results = results  # of the loop that runs; ``None`` if nothing that is logged is kept
         self._largest_batch = largest_batch  # samples of the loader's largest batch, not of the one that is cut
         self._samples: list[int] = []  # of each piece
         self._shares: list[float] = []  # of each piece, in means over the batch

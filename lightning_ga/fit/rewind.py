@@ -197,6 +197,6 @@ class Rewinder:
             return None
         if self._parts.trainer.world_size > 1 and ranks.collectives_run() != self._collectives:
             return messages.EXCHANGES
-        if not isinstance(self._exchange, Exchange):  # one rank: several without DDP, or of shards, never come here
+        if not isinstance(self._exchange, Exchange):  # one rank: ``ranks.obstacle`` has refused others
             return None
         return self._exchange.failed()

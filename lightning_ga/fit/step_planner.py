@@ -62,7 +62,7 @@ class StepPlanner:
         """Return the largest piece of a batch, in units, that these epochs can use."""
         request = self._parts.request
         high = request.useful_limit(epochs, recipe=self.recipe.effective, total=None, world_size=self.source.world_size)
-        return max(1, min(high, request.capped(self.units)))
+        return max(1, min(high, request.micro_batch_in_place_of(self.units)))
 
     def steps_of(self, epoch: int, *, steps: int, samples: int) -> tuple[int, int] | None:
         """Return steps and samples of an epoch that begins after so many; ``None`` if its length is not known.

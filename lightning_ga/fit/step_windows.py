@@ -167,12 +167,14 @@ class StepWindows(CutWindows):
 
     @property
     def largest_pass(self) -> int:
-        """The most samples of a piece of the window's last batch that was cut; with ``whole=``, of a chunk."""
+        """The most units of a piece of the window's last batch, which an error halves; with ``whole=``, of a chunk.
+
+        If a small batch ran in pieces of one, the limit is halved: other batches have larger pieces.
+        """
         limit = self._parts.limit
         if limit.chunked is not None:
             return limit.samples
         largest_piece = max(self._passes.sizes, default=0)  # 0 before the first pass
-        # One sample in a small batch is no reason to give up while other pieces have more.
         return largest_piece if largest_piece > 1 else min(limit.samples, self.planner.units)
 
     def plan_again(self) -> None:

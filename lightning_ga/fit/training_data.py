@@ -65,7 +65,7 @@ class TrainingData:
         return loaders.intercepted_loaders(self._parts.trainer, read, around)
 
     def _read_loader(self, loader: Any) -> None:
-        """Decide where the user's loader is cut, once."""
+        """Decide where the user's loader is cut, each time that data are loaded."""
         trainer = self._parts.trainer
         position = self._parts.progress.position
         world_size, rank = ranks.data_ranks(trainer)
@@ -109,7 +109,7 @@ class TrainingData:
         if self._cutter is None:
             source = self.windows.planner.source
             found, combine = loaders.loaders_of(self._parts.trainer)
-            is_only_loader = found == [source.loader]
+            is_only_loader = found == [source.loader]  # the loop's own loaders, not those that others are shown
             samples = [source.samples] if is_only_loader else [*map(KnownSamples, found)]
             self._cutter = BatchCutter(samples, combine, BatchTransfer(self._parts.trainer))
         return self._cutter

@@ -20,14 +20,14 @@ from lightning_ga.fit.parts import FitParts
 from lightning_ga.fit.training_data import TrainingData
 from lightning_ga.loading.trial_batches import CutBatch, TrialBatches
 from lightning_ga.plan.config import Options
-from lightning_ga.plan.exactness_verdicts import WEIGHS_ALIKE, Exactness, combined, is_inexact, warning
+from lightning_ga.plan.exactness_verdicts import WEIGHS_ALIKE, Cause, Exactness, combined, is_inexact, warning
 
 ENOUGH_SAMPLES = 3
 """Of a measurement that replaces an "unmeasured" verdict: two, each a part, may agree by chance."""
 
 
 class Verdict:
-    """Keeps the verdict, and warns once if micro-batches do not give the gradient of the whole batch."""
+    """Keeps the verdict, and warns once a cause if micro-batches may not give the gradient of the whole batch."""
 
     def __init__(self, parts: FitParts, options: Options, data: TrainingData) -> None:
         self._parts = parts
@@ -35,7 +35,7 @@ class Verdict:
         self._data = data
         self.exactness: Exactness | None = None  # none without ``verify``, and while nothing is accumulated
         self._next_step = 1  # optimizer steps after which it is measured again: 1, 2, 4, 8, …
-        self._has_warned = False
+        self._told: Cause | None = None  # of the verdict that a warning, or the report of an error, has told last
 
     def measure_at_start(self) -> None:
         """Measure before training, if windows of some rank are cut, or later ones may be; all ranks call it."""
@@ -117,26 +117,25 @@ class Verdict:
             self.exactness = combined(known)
 
     def at_end(self) -> Exactness | None:
-        """Return the verdict as training ends, maybe before a window that has failed was measured."""
+        """Return the verdict for errors that are still pending: training ended before their window was measured."""
         if self.exactness is None and self._options.verify:
             return unmeasured(self._parts.trainer, "training ended before the window began again")
         return self.exactness
 
     def warn(self) -> None:
-        """Warn once that accumulation is not exact, or not known to be, if windows take several passes."""
-        if self._has_warned or not self._data.windows.has_several_passes:
+        """Warn, once a cause, that accumulation is not exact, or not known to be, if windows take several passes."""
+        exactness = self.exactness
+        if exactness is None or exactness.cause == self._told or not self._data.windows.has_several_passes:
             return
-        sentence = self._warning()
+        self._told = exactness.cause
+        sentence = warning(exactness, batch_norm=self._options.batch_norm)
         if sentence is not None:
-            self._has_warned = True
             rank_zero_warn(sentence, category=ExactnessWarning)
 
     def note_told(self) -> None:
         """Note that the report of an error has told the verdict, so that no warning repeats it."""
-        self._has_warned = self._has_warned or self._warning() is not None
-
-    def _warning(self) -> str | None:
-        return warning(self.exactness, batch_norm=self._options.batch_norm)
+        if self.exactness is not None:
+            self._told = self.exactness.cause
 
 
 def _alike(_: Any) -> float:

@@ -32,12 +32,12 @@ class KnownSamples:
     def with_shown_batch(self) -> Any:
         """Return a copy of the loader whose first batch shows its samples, or the loader itself.
 
-        It is returned itself if samples are known already, if it makes no batches of samples, and with torch's own
-        collate function, whose batches show their samples.
+        It is returned itself if samples are known already, if batches are not made of samples by the user's collate
+        function alone, and with torch's own function, whose batches show their samples.
         """
         loader = self.loader
-        makes_own_batches = collates(loader) and not finishes_batches(loader) and self.has_own_collate
-        if not makes_own_batches or self.reader.first or self.reader.reads_lists:  # a list may be read as a batch
+        shows_samples = collates(loader) and not finishes_batches(loader) and not self.reader.reads_lists
+        if not shows_samples or not self.has_own_collate or self.reader.first:
             return loader
         self._shown = ShownSamples(loader, _FEW)
         return self._shown.loader
@@ -50,13 +50,13 @@ class KnownSamples:
     @property
     def can_be_read_apart(self) -> bool:
         """Whether samples can be read apart from training, and make batches as those of training."""
-        return bool(self.reader.first) and self.collates_unlike and self.reader.reads_one_by_one
+        return bool(self.reader.first) and self.collates_unlike and self.reader.lists_change_nothing
 
     def why_in_step(self, batch_size: int) -> str:
         """Return why only the loader's batches, of so many samples, are right; empty if others seem to be, too."""
         if self.reader.are_handed_out:
             return "a dataset that hands out its samples one after the other"
-        if not self.reader.reads_one_by_one:
+        if not self.reader.lists_change_nothing:
             return "a dataset whose __getitems__ lets a sample depend on others, or changes their number"
         if not self.collates_unlike:
             return "samples of different shapes, which are collated only in the DataLoader's own batches"
@@ -123,16 +123,18 @@ class KnownSamples:
         return 0 if batch is None else elements(batch)
 
     def is_kept(self, sample: Any) -> bool:
-        """Return whether the collate function makes a batch of a sample, and does not leave it out."""
+        """Return whether the collate function makes a batch of a sample, of which it gets two: some make pairs.
+
+        For the largest samples ``growing`` is the better test. Short ones may be packed in a row, which does not grow.
+        """
         if sample is None or not self.has_own_collate:
             return sample is not None
         return self.elements_of([sample], 2) > 0
 
     def growing(self, samples: Iterable[Any]) -> list[Any]:
-        """Return the samples of which a batch has more elements with one of them twice: these are kept in batches.
+        """Return those of the largest samples that are kept: a batch has more elements with one of them twice.
 
-        That a batch does not grow shows a dropped sample only if that is one of the largest: two short ones may be
-        packed in one row. That it has elements shows nothing: a function that drops all may make a batch of zeros.
+        A batch that has elements but does not grow may be of zeros, by a function that drops all samples.
         """
         if not self.has_own_collate:
             return list(samples)
@@ -145,12 +147,15 @@ class KnownSamples:
 
     @cached_property
     def collates_unlike(self) -> bool:
-        """Whether samples of different shapes make a batch, as far as it is known; equal ones do."""
+        """Whether samples of different shapes make a batch, as far as it is known.
+
+        Also if equal ones make none: then shapes are not the reason.
+        """
         if not self.reader.first or len(self._by_shapes(self._kept)) < 2:
             return True
         count = len(self._kept)
         makes_batch = self.elements_of(self._kept, count) > 0
-        fails_for_equal_ones = self.elements_of(self._kept[:1], count) == 0  # then shapes are not the reason
+        fails_for_equal_ones = self.elements_of(self._kept[:1], count) == 0
         return makes_batch or fails_for_equal_ones
 
     def takes_only_some(self, count: int) -> bool:
@@ -189,9 +194,11 @@ class KnownSamples:
     def _seen_and_expected_of(self, example: Any, count: int) -> tuple[int, int]:
         """Return the elements of a batch of one sample ``count`` times, and those that it has if none is dropped.
 
-        If it would be too large, a smaller batch is looked at. What is expected follows from the growth from three
-        samples to four; of a function that takes fewer than four, from that from one to two. Both numbers are 0 if
-        batches grow otherwise: nothing is known then.
+        If it would be too large, a smaller batch is looked at. What is expected follows from batches of one to four:
+
+        - 5, 10, 15, 20 elements: 5 more for each sample.
+        - 5, 10, 10, 10: the function takes two samples, and 5 more for each are expected.
+        - Anything else: nothing is known, and both numbers are 0.
         """
         count = min(max(4, count), _most_collated(example))
         one, two, three, four = (self.elements_of([example], few) for few in (1, 2, 3, 4))

@@ -18,7 +18,7 @@ from lightning_ga.plan.accumulation import ceil_div
 from lightning_ga.snapshot.untouched import borrowed, seeded
 
 MOST_KEPT = 2**20  # indices of an order that a checkpoint keeps
-_SEEDS = 2**63  # seeds of torch.Generator have 64 bits
+_SEEDS = 2**63  # seeds go on from 0 here, within the 64 bits of torch.Generator
 
 
 class Sequential:
@@ -151,7 +151,7 @@ class FromSampler:
         with seeded(self._seed + epoch, sampler, epoch=epoch):
             iterator = iter(sampler)
             found = list(islice(iterator, ceil_div(len(sampler), self._batch) * self._batch))
-            next(iterator, None)  # let it run to its end, where it may count its epochs
+            next(iterator, None)  # one that yields no more comes to its end, where it may count its epochs
         if self._shuffles and found:
             permutation = Shuffled(len(found), self._seed).draw(epoch)
             return [found[place] for place in permutation.tolist()]

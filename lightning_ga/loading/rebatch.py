@@ -128,7 +128,7 @@ def read_order(loader: "DataLoader[Any]", settings: SourceSettings) -> Order | N
             seed = sampler.generator.initial_seed()  # each rank may have seeded its own differently
         return Shuffled(partial(len, sampler), settings.of_first_rank(seed))
     # Lightning leaves a DistributedSampler as it is; here there is one on a single rank.
-    shuffles = settings.must_shuffle and not isinstance(sampler, DistributedSampler)
+    shuffles = settings.must_shuffle and settings.may_shuffle and not isinstance(sampler, DistributedSampler)
     batch = 1 if batches.drop_last else batches.batch_size  # to which the length is rounded up
     return FromSampler(sampler, loader.dataset, seed=settings.seed, batch=batch, shuffles=shuffles)
 
@@ -146,9 +146,10 @@ def rebatch(
 
     Windows and weights are planned in this order, so ``in_order=False`` (PyTorch 2.6) is not kept.
 
-    ``iter`` draws a seed for data workers, and must draw it once. The loop begins with a dry run, before the limit is
-    known, that yields nothing, but draws all the same. The real iteration draws the same seed again, from a generator
-    as it was ``before_dry_run``. ``LoaderWindows._read_first`` iterates before training, and puts that generator back.
+    ``iter`` draws a seed for data workers, which has to move the user's generator once, as in stock Lightning. The loop
+    begins with a dry run, before the limit is known, that yields nothing: it moves the generator. The first real
+    iteration draws the same seed from a copy of the generator as it was ``before_dry_run``, and forgets the copy.
+    ``LoaderWindows._read_first`` iterates before training, and puts the copy back.
     """
     settings: dict[str, Any] = {"batch_sampler": sampler, "drop_last": False, "in_order": True}
     if not shuffle:  # Lightning re-creates loaders whose sampler looks shuffled under ``overfit_batches``

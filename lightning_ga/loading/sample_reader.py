@@ -27,7 +27,7 @@ from lightning_ga.snapshot.untouched import is_written_file, moved_by_reading, r
 T = TypeVar("T")
 SAMPLES_AT_ONCE = 64
 FIRST_SECONDS = 0.2  # after which no further samples are read: no more than a small batch takes if reading is slow
-_IN_A_LIST = 3  # samples of the lists in ``reads_one_by_one``
+_IN_A_LIST = 3  # samples of the lists in ``lists_change_nothing``
 _GOLDEN = (5**0.5 - 1) / 2  # multiples of it, less their whole part, are spread irregularly and evenly
 
 
@@ -35,7 +35,7 @@ class SampleReader:
     """Reads samples that are not collated.
 
     ``indices`` are those that may be read, by default of the whole dataset. They are ``trusted`` if the user has
-    said that samples are read by index: then the first one need not be the same again.
+    said that samples are read by index: then none need be the same again.
     """
 
     def __init__(
@@ -69,13 +69,14 @@ class SampleReader:
     def first(self) -> list[Any]:
         """The first samples of ``order``, read once; fewer if that is slow, none if it would leave a trace.
 
-        The second is read twice: it must be the same again.
+        The second is read twice: it must be the same again. Random numbers are reset after each read, so the first of
+        all reads, which may draw others, is compared with none.
         """
         if not self._are_by_index:
             return []
         most = SAMPLES_AT_ONCE
         if self.reads_lists:
-            most -= sum(map(len, self._lists()))  # which ``reads_one_by_one`` reads besides
+            most -= sum(map(len, self._lists()))  # which ``lists_change_nothing`` reads besides
         index, *others = islice(self.order(), most)
         from_second = others or [index]
         # The reads: first, second, then from the second on again; of one sample, that sample three times.
@@ -83,7 +84,7 @@ class SampleReader:
             first_three = list(islice(reads, 3))
             if len(first_three) < 3:
                 return []
-            first, second, second_again = first_three  # the first of all reads may draw other random numbers
+            first, second, second_again = first_three
             if not self._trusted and not same_values(second, second_again):
                 return []
             if not others:
@@ -180,7 +181,7 @@ class SampleReader:
         return [few, few[:1], few, last_first[:1], last_first]  # the first read of all may draw other random numbers
 
     @cached_property
-    def reads_one_by_one(self) -> bool:
+    def lists_change_nothing(self) -> bool:
         """Whether a sample is the same in whichever list it is read, as far as a few show; it may be padded.
 
         The first of each list is looked at, which draws the same random numbers.
@@ -196,7 +197,7 @@ class SampleReader:
             return False
         _, alone, among, last_alone, last_among = found
         is_changed = _is_changed(alone[0], among[0]) or _is_changed(last_alone[0], last_among[0])
-        is_random = not self.first  # a sample that changes whenever it is read shows nothing of its list
+        is_random = not self.first  # samples that change whenever they are read: they show nothing of their list
         return is_random or not is_changed
 
 

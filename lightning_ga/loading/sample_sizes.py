@@ -44,7 +44,7 @@ class SampleSizes:
         self._order = order
         self._epoch = epoch  # that the data were set up in
         self.limits: SizeLimits | None = None
-        # Samples of a micro-batch of short ones, lowered after an error; used while one of the longest is the limit.
+        # Samples of a micro-batch of short ones, lowered after an error.
         self.most_of_short = _LARGEST
         self._largest_that_fit = 0  # how many of the largest samples these limits were found for
         self._shared: _Shared | None = None  # what "auto" measures by, from the first time that it reads samples on
@@ -83,7 +83,10 @@ class SampleSizes:
         return sorted(self._sizes, key=self._sizes.__getitem__, reverse=True)
 
     def trials_of_smaller(self, least: int, cutter: BatchCutter) -> tuple[int, TrialBatches]:
-        """Return the smallest size ≥ ``least`` and ≥ the median, and batches of samples of that size."""
+        """Return the smallest size ≥ ``least`` and ≥ the median, and batches of samples of that size.
+
+        Shorter ones get no more samples than these, so a usual size is tried.
+        """
         indices = self.by_size
         sizes = [*map(self._sizes.__getitem__, indices)]
         at_least_median = sizes[: len(sizes) // 2 + 1]
@@ -105,7 +108,7 @@ class SampleSizes:
             vars(self).pop("by_size", None)  # is sorted anew when it is asked for
         sizes = array("q", map(self._sizes.__getitem__, indices))
         limits = self.limits.lowered(epoch.micro_batch, of=self._largest_that_fit)
-        if epoch.micro_batch == 1:
+        if epoch.micro_batch == 1:  # of the longest: the limit can fall no more, and short ones have a bound
             limits = replace(limits, samples=min(limits.samples, self.most_of_short))
         return plan_by_size(plan, epoch, sizes, limits)
 
@@ -140,10 +143,10 @@ class SampleSizes:
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """What the first samples have in common, by which all samples are measured.
+    """What the samples of the first epoch have in common, by which all samples are measured.
 
-    A sample's size is the largest of its extents along the other axes: that of spectra of shape (80, t) is t. If the
-    first samples have all in common, it is the largest of these: of (80, 100) it is 100. The unit stays that of the
+    A sample's size is the largest of its extents along the other axes: that of spectra of shape (80, t) is t. If they
+    have all in common, it is the largest of these: of (80, 100) it is 100. The unit stays that of the
     limits: a later sample that is n times longer along a common axis counts n times as much, (160, 100) then as 200.
     """
 

@@ -45,10 +45,9 @@ class WindowBatchSampler(Sampler[list[Any]]):
         self.enabled = enabled
 
     def __len__(self) -> int:
-        planned = self.plan.length if self.plan else 0
-        if self.length is None:
-            return planned
-        return max(self.length, min(1, planned))  # Lightning skips a loop of no batches
+        if self.length is not None:
+            return self.length
+        return self.plan.length if self.plan else 0
 
     def __iter__(self) -> Iterator[list[Any]]:
         return map(itemgetter(2), self.planned())

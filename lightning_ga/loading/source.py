@@ -86,11 +86,12 @@ class LoaderSource:
         self.sizes = None if size_of is None else SampleSizes(loader, size_of, order, settings.epoch)
         self.samples = KnownSamples(loader, self._indices, trusted=size_of is not None)
         self.stand_ins = StandIns(self.samples, self._sampler, self.recipe)
-        # Only a user's collate function can leave nothing of a micro-batch.
-        fill = self.stand_ins.fill if self.samples.has_own_collate else iter
+        fill = self.stand_ins.fill if self.samples.may_drop else iter  # something may leave nothing of a micro-batch
         loader = self.samples.with_shown_batch()
         if not self.samples.can_be_read_apart:
             loader = copy_loader(loader, collate_fn=partial(_collate_with_note, loader.collate_fn))
+        if settings.world_size > 1:  # another rank may have read other samples, and must cut alike
+            self.joins_batches = settings.of_first_rank(self.joins_batches)
         # The fit loop reads this one.
         self.loader: Any = rebatch(loader, self._sampler, shuffle=settings.may_shuffle, fill=fill)
 
@@ -118,8 +119,11 @@ class LoaderSource:
         """Whether the samples of several batches of the recipe can be collated to one."""
         return self.samples.joins_batches(self.recipe.batch_size)
 
-    def capped(self, micro_batch: int) -> int:
-        """Return a micro-batch of at most the recipe's batch, unless samples of several can be collated to one."""
+    def within_collatable(self, micro_batch: int) -> int:
+        """Return a micro-batch of at most the recipe's batch, unless samples of several can be collated to one.
+
+        That is tried when it is first asked for.
+        """
         if micro_batch > self.recipe.batch_size and not self.joins_batches:
             return self.recipe.batch_size
         return micro_batch
@@ -183,7 +187,8 @@ class LoaderSource:
         if start is None:
             start = epoch_plan.done
         self._sampler.arrange(epoch, epoch_plan, start=start, enabled=enabled)
-        object.__setattr__(self.loader, "batch_size", max(1, plan.micro_batch_size))  # a rank may have no samples
+        # What others may read off it; a rank may have no samples.
+        object.__setattr__(self.loader, "batch_size", max(1, plan.micro_batch_size))
         return plan
 
     def steps_of(self, epoch: int, schedule: PiecewiseSchedule) -> tuple[int, int]:
@@ -202,11 +207,11 @@ class LoaderSource:
 
     def largest_micro_batch(self, epoch: int) -> int:
         """Return the most samples that a micro-batch of an epoch may have."""
-        return self.capped(ceil_div(self.epoch(epoch).samples, self.recipe.world_size))
+        return self.within_collatable(ceil_div(self.epoch(epoch).samples, self.recipe.world_size))
 
     @contextmanager
     def in_recipe_batches(self, epoch: int) -> Iterator[None]:
-        """Return a context in which the loader is as long as the user's; at least one batch if there are windows."""
+        """Return a context in which the loader is as long as the user's."""
         self._sampler.length = self.recipe.batches(self._order.size(epoch))
         try:
             yield

@@ -51,7 +51,8 @@ class StepSource:
             self.units = max(1, counted.result or length_of_first(batch))
             may_drop = collates(self._given) and self.samples.may_drop
             may_have_lost_samples = (bool(counted.result) and may_drop) or cutter.were_seen_dropped
-            if may_have_lost_samples:  # then another batch may have more
+            # The count shows what a collate function has left of this batch; another may have more.
+            if may_have_lost_samples:
                 self.units = max(self.units, _first_of_batch_sampler(self._given))
             self.batch_size = self.units
             if counted.result:

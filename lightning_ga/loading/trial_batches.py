@@ -215,7 +215,7 @@ class TrialBatches:
     def most(self) -> int:
         """Samples of the largest micro-batch on any rank; if a batch of training has lost some, those left in it.
 
-        A rank that has planned fewer answers for the others, too.
+        Ranks vote on one size, so one that has planned fewer returns the largest, too.
         """
         has_lost_some = self._held < self._planned_here
         return self._held if has_lost_some else self._planned_on_any_rank

@@ -109,9 +109,9 @@ class Request:
         times = micro_batch * world_size if self.is_factor else 1
         return self.by_window.later(steps, samples, times=times)
 
-    def capped(self, micro_batch: int) -> int:
-        """Return the micro-batch that the user's arguments allow instead of this one."""
-        wanted = self.micro_batch or micro_batch
+    def micro_batch_in_place_of(self, found: int) -> int:
+        """Return the micro-batch that the user gives, else the one that was found; at most ``max_micro_batch_size``."""
+        wanted = self.micro_batch or found
         return min(wanted, self.most or wanted)
 
     def useful_limit(self, epochs: range, *, recipe: int, total: int | None, world_size: int) -> int:
@@ -125,11 +125,11 @@ class Request:
             share = recipe
             if total is not None:
                 share = max(1, total // (factor * world_size))
-            return self.capped(whole_multiples(share, self.multiple))
+            return self.micro_batch_in_place_of(whole_multiples(share, self.multiple))
         largest = max(self.asked_effective(epoch) or recipe for epoch in epochs)
         if total is not None:
             largest = min(largest, max(1, total))
-        return self.capped(ceil_div(largest, world_size))
+        return self.micro_batch_in_place_of(ceil_div(largest, world_size))
 
 
 def rate_ratio(scale_lr: ScaleLr, batch: int, recipe: int) -> float:

@@ -34,7 +34,7 @@ class WindowWeights:
     reached: float = 0.0  # counts that have reached their backward passes in this window
     any_reached: bool = False  # whether a backward pass of the window has been reached
     divisor: float | None = None  # what counts are divided by; ``None`` as in stock Lightning
-    is_summed: bool = True  # whether the window's count may be another than was planned
+    count_may_differ: bool = True  # whether the window's count may be another than was planned
     may_be_empty: bool = False  # whether the window may have no samples
 
     def weigh_share(self, count: float, *, of: float, first: bool) -> None:
@@ -44,17 +44,17 @@ class WindowWeights:
         self.weight = count / of if of else 1.0
 
     def weigh_known(
-        self, count: float, *, planned: float, window: float, factor: int, first: bool, is_summed: bool = False
+        self, count: float, *, planned: float, window: float, factor: int, first: bool, count_may_differ: bool = False
     ) -> None:
         """Weigh the next micro-batch of this rank by its samples.
 
         ``planned`` are its samples as planned: a collate_fn may have dropped some. ``window`` are those that were
-        planned for the window over all ranks. ``is_summed`` is whether samples may be dropped on several ranks, the
-        same in all passes of a window.
+        planned for the window over all ranks. ``count_may_differ`` is whether samples may be dropped, the same in
+        all passes of a window.
         """
         self._begin(count, first=first)
         # On one rank a step may return ``None``, which leaves its samples out; on several, Lightning refuses that.
-        self.is_summed = is_summed or self.world_size == 1
+        self.count_may_differ = count_may_differ or self.world_size == 1
         self.may_be_empty = True
         if count and planned == window and self.world_size == 1:
             window = count  # it is its own mean, to the bit, of the samples that are left
@@ -66,7 +66,7 @@ class WindowWeights:
         if not 0 <= count < float("inf"):
             raise UserError(f"normalize counted {count} in a micro-batch: a count is a finite number of at least 0.")
         self._begin(count, first=first)
-        self.is_summed = True
+        self.count_may_differ = True
         self.may_be_empty = may_be_empty
         if factor == self.world_size == 1 and count:  # a window of one micro-batch is its own mean, to the bit
             self.reference = count
@@ -93,7 +93,7 @@ class WindowWeights:
         Ranks have averaged their gradients and have the same scale: they call this together.
         """
         nothing_ran = self.world_size == 1 and not self.any_reached
-        if self.divisor is None or not self.is_summed or nothing_ran:
+        if self.divisor is None or not self.count_may_differ or nothing_ran:
             return 1.0
         total = self.sum_over_ranks(self.reached)
         if not total and self.may_be_empty:

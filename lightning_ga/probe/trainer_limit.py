@@ -145,16 +145,17 @@ def _budget(training: ProbedTrainer, options: Options) -> Budget:
     return Budget(options.budget, total_memory(training.device), advice=advice)
 
 
-def choose_recomputed(setup: TrainingSetup, options: Options, plain: DoesNotFitError) -> Recomputed:
+def choose_recomputed(setup: TrainingSetup, options: Options, without: DoesNotFitError) -> Recomputed:
     """Choose submodules to compute again so that the smallest micro-batch that runs fits, which it does not without.
 
-    Ranks choose from what the first of them has seen, unless each probes alone.
+    ``without`` is the error of the probe without this. Ranks choose from what the first of them has seen, unless each
+    probes alone.
     """
     with _probed(setup) as training:
         training.see_gradients()
         seen = attempt(training.survey)
         if not training.agree(seen.failure is None):  # not even a forward pass fits
-            raise plain
+            raise without
         size, root = seen.result
         if not setup.alone:
             size, root = ranks.of_all_ranks(setup.trainer, seen.result)[0]
@@ -164,8 +165,8 @@ def choose_recomputed(setup: TrainingSetup, options: Options, plain: DoesNotFitE
         chosen.names,
         chosen.share,
         samples=size,
-        plain_bytes=max(plain.needed, (chosen.peak_bytes or 0) + chosen.frees),
-        budget_bytes=plain.left,
+        plain_bytes=max(without.needed, (chosen.peak_bytes or 0) + chosen.frees),  # that step stopped before its peak
+        budget_bytes=without.left,
     )
 
 

@@ -269,6 +269,41 @@ def test_a_mean_over_ranks_is_that_of_their_samples(mode: str, tmp_path: Path) -
     assert one[0] == other[0] == pytest.approx([sum(window) / len(window) for window in of_windows], rel=1e-12)
 
 
+class Labelled(Numbered):
+    """The mean over samples with a label: NaN on a rank that has none."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        inputs, targets, numbers = batch
+        self.numbers[-1] += [number for number in numbers.tolist() if is_labelled(number)]
+        labelled = is_labelled(numbers)
+        self.log("number", numbers[labelled].double().mean(), on_step=True, sync_dist=True)
+        return (self.net(inputs) - targets)[labelled].square().mean()
+
+
+def is_labelled(number: Any) -> Any:
+    return number % 3 > 0
+
+
+def labels(batch: Any) -> int:
+    return int(is_labelled(batch[2]).sum())
+
+
+def labelled_on_rank() -> Any:
+    """Train in windows of four samples, two a rank."""
+    module = Labelled()
+    callback = ours(1, effective_batch_size=4, normalize=labels)
+    rows, *_ = train_logged(callback, batch=2, samples=40, module=module, **ddp())
+    return [row["number"] for _, row in rows], module.numbers[:-1]
+
+
+@pytest.mark.distributed
+def test_a_rank_without_items_adds_nothing_to_a_mean_over_ranks(tmp_path: Path) -> None:
+    one, other = on_ranks(labelled_on_rank, tmp_path)
+    of_windows = [[*mine, *others] for mine, others in zip(one[1], other[1], strict=True)]
+    assert [] in one[1] + other[1]
+    assert one[0] == other[0] == pytest.approx([sum(window) / len(window) for window in of_windows], rel=1e-12)
+
+
 class Epochs(Logging):
     """Logs the mean number of its samples for the epoch, with a ``batch_size`` of its own."""
 

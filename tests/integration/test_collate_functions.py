@@ -684,6 +684,21 @@ def test_samples_that_a_list_lacks_weigh_nothing() -> None:
     assert worst_error(ours.gradients, stock.gradients) <= 1e-9
 
 
+class LacksThree(ShortensLists):
+    """Leaves out three samples that follow each other, and were not read before training."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices if index not in (3, 4, 5)]
+
+
+def test_a_micro_batch_of_which_a_list_lacks_all_samples_weighs_nothing() -> None:
+    """With torch's own collate function, too: the batches of the recipe have samples left."""
+    loader = DataLoader(LacksThree(48), 8)
+    stock, _ = fit(loader, max_epochs=1)
+    ours, _ = fit(loader, AutoAccumulate(micro_batch_size=3, cache=False), max_epochs=1)
+    assert worst_error(ours.gradients, stock.gradients) <= 1e-9
+
+
 class RandomGrouped(Grouped):
     """Draws random numbers that cannot be put back."""
 

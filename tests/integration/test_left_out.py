@@ -134,6 +134,13 @@ def test_the_effective_batch_of_accumulate_is_that_of_the_plan(mode: str) -> Non
     assert callback._fit.data.windows.planner.effective(0) == effective
 
 
+def test_a_limit_that_was_found_for_a_larger_window_outlives_the_sample_that_this_window_leaves_out() -> None:
+    """The window of 16 asks what fits before it runs, and begins again without its refused sample."""
+    module = Refusing(10)
+    train(module, by_step({0: 4, 2: 16}), samples=72)
+    assert [len(indices) for _, indices in module.micro_batches][-3:] == [16, 16, 16]
+
+
 @pytest.mark.parametrize("mode", ["loader", "step"])
 @pytest.mark.parametrize("refused", [4, 12])
 def test_only_the_window_of_a_sample_that_is_left_out_has_smaller_passes(

@@ -189,6 +189,21 @@ def test_what_begins_later_is_told_then(name: str, way: Way) -> None:
 
 
 @each_cut
+def test_what_begins_after_a_start_without_gradients_is_told_too(way: Way) -> None:
+    """The start is told first: nothing could be measured there."""
+
+    def loss(task: Task, batch: Any) -> Tensor:
+        predicted = task.predict(batch[0])
+        return (mse_loss(predicted, batch[1]) + predicted.mean().square()) * float(task.global_step >= 3)
+
+    ours = run(Case(lambda: Task(loss)), way, max_epochs=6)
+    assert ours.cause == "coupled"
+    at_start, later = ours.told
+    assert "its gradient is zero" in at_start
+    assert "couples the samples" in later
+
+
+@each_cut
 def test_an_error_in_a_batch_that_couples_is_measured(way: Way) -> None:
     """The term begins with the fourth batch, which runs out of memory: no moment is near."""
     case = late(lambda task: task.global_step >= 3)

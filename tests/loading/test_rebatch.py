@@ -244,6 +244,7 @@ class Backwards(SequentialSampler):
 def test_lightning_keeps_a_sequential_sampler_that_is_not_to_shuffle(sampler: Any, expected: list[int]) -> None:
     """Under ``overfit_batches``: others it replaces by the order of the dataset."""
     loader = DataLoader(range(12), 3, sampler=sampler)  # type: ignore[arg-type]
-    order = read_order(loader, SourceSettings(1, 1, 0, 7, may_shuffle=False))
-    assert order is not None
-    assert [*order.draw(0)] == expected
+    for ranks in (1, 2):
+        order = read_order(loader, SourceSettings(1, ranks, 0, 7, may_shuffle=False, must_shuffle=ranks > 1))
+        assert order is not None
+        assert [*order.draw(0)] == expected

@@ -195,6 +195,16 @@ def test_the_first_rank_decides_where_data_are_cut() -> None:
     assert source.why.startswith("samples of different shapes")
 
 
+@pytest.mark.parametrize("says", [False, True])
+def test_the_first_rank_decides_whether_batches_are_joined(says: bool) -> None:
+    """Another may have read other samples, and must cut windows into as many micro-batches."""
+    loader = DataLoader(torch.arange(24), 8, collate_fn=torch.stack)  # type: ignore[arg-type]
+    settings = SourceSettings(1, 2, 1, SEED, of_first_rank=lambda value: says if isinstance(value, bool) else value)
+    source = read_source(loader, settings)
+    assert isinstance(source, LoaderSource)
+    assert source.within_collatable(16) == (16 if says else 8)
+
+
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 30), min_size=2, max_size=40), st.integers(2, 12), WORLD_SIZES, st.booleans())
 def test_windows_are_cut_by_the_sizes_of_samples(sizes, window, world_size, shuffle):

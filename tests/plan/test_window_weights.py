@@ -56,9 +56,9 @@ def test_each_window_knows_whether_samples_may_be_dropped() -> None:
     """Data that are loaded again may have another collate function: of 16 planned samples, 12 are left."""
     known = WindowWeights(2, sum_over_ranks=lambda count: 2 * count)
     scales = []
-    for counts, is_summed in (((4, 4), False), ((4, 2), True), ((4, 4), False)):
+    for counts, may_differ in (((4, 4), False), ((4, 2), True), ((4, 4), False)):
         for number, count in enumerate(counts):
-            known.weigh_known(count, planned=4, window=16, factor=2, first=number == 0, is_summed=is_summed)
+            known.weigh_known(count, planned=4, window=16, factor=2, first=number == 0, count_may_differ=may_differ)
             known.reach()
         scales.append(known.close())
     assert scales == [1.0, 16 / 12, 1.0]

@@ -150,7 +150,7 @@ class Judgement:
     def _are_same(self, one: Gradient, other: Gradient) -> bool:
         """Return whether gradients of the same samples are equal, up to rounding; NaN counts as equal."""
         tolerance = self._tolerance
-        if self._passes.is_on_host and tolerance <= 1e-4:
+        if self._passes.is_on_host and tolerance <= 1e-4:  # nearly to the bit, unless in half precision
             tolerance /= 100
         return not distance(one, other) > tolerance
 
@@ -169,7 +169,7 @@ class Judgement:
         if self._layers:
             if self._of_loss.error <= level:
                 return self._exactness("batch_norm", found)
-            found = replace(self._of_loss, error=found.error)
+            found = replace(self._of_loss, error=found.error)  # the cause is the loss's, the error that of training
         return self._exactness(found.cause(level), found)
 
     def _adds_up_by_parts(self, first: Gradient, second: Gradient) -> bool:
