@@ -40,8 +40,7 @@ class ChunkSize:
         if not entries:
             return (0,)
         views = max(1, entries // (self.window or entries))
-        most = min(entries, (self.samples or entries) * views)
-        return micro_batch_sizes(entries, most)
+        return micro_batch_sizes(entries, min(entries, (self.samples or entries) * views))
 
 
 def in_chunks(module: Module, *, chunk: int, dim: int = 0) -> AbstractContextManager[None]:

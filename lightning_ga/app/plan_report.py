@@ -160,8 +160,7 @@ def printed_plan(records: Records) -> str:
     """The plan before the first step, as wide as the terminal."""
     lines = ["Plan"]
     for name, value in rows(records).items():
-        row = f"  {name:<17}{value}"
-        lines.append(fill(row, columns(), subsequent_indent=" " * 19))
+        lines.append(fill(f"  {name:<17}{value}", columns(), subsequent_indent=" " * 19))
     return "\n".join(lines)
 
 

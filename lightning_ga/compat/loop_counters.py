@@ -67,8 +67,7 @@ class LoopReader:
     @property
     def epochs(self) -> range:
         """The epochs that training is known to run, from the current one on."""
-        last = self._trainer.max_epochs
-        return range(self.epoch, max(self.epoch + 1, last or 0))
+        return range(self.epoch, max(self.epoch + 1, self._trainer.max_epochs or 0))
 
     @property
     def loop_batches_of_epoch(self) -> int | None:

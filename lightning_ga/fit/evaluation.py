@@ -32,7 +32,7 @@ class Evaluation:
         self._trainer = trainer
         self._reporter = reporter
         self._retries = options.on_oom != "raise" and not ranks.is_sharded(trainer)
-        self._limits: dict[tuple[str, int], int] = {}  # after errors: samples of a pass, by stage and loader
+        self._limits: dict[tuple[str, int], int] = {}  # after errors: units of a pass, by stage and loader
         self._loaders: dict[int, _LoaderPieces] = {}  # of the running evaluation
         self._savepoint: Savepoint | None = None  # of the running evaluation
         self._held = ExitStack()
@@ -60,7 +60,7 @@ class Evaluation:
         run = partial(loader.run, lambda part: step(part, *others), batch, kept.batch, exchanged)
         while (outcome := attempt(run, _is_survived, self._limits.get(key))).failure is not None:
             failure = outcome.failure
-            failed = loader.failed_samples(kept.batch, failure, self._limits.get(key))
+            failed = loader.failed_units(kept.batch, failure, self._limits.get(key))
             fits = halved(failed)
             if fits is None:
                 messages.give_up(trainer, stage, failure)
@@ -68,7 +68,8 @@ class Evaluation:
             changed = retry_once(partial(undo, savepoint, [kept]))
             messages.end_run_if(changed, trainer, stage, messages.CHANGED, failure)
             self._limits[key] = fits
-            self._reporter.report(self._reporter.survived(stage, failed, fits), _RESULT)
+            each = loader.samples_of_unit
+            self._reporter.report(self._reporter.survived(stage, failed * each, fits * each), _RESULT)
         return outcome.result
 
     def _taken_savepoint(self) -> Savepoint:
@@ -94,7 +95,8 @@ class _LoaderPieces:
             list(map(KnownSamples, found)), combine, loaders.BatchTransfer(trainer, loader_index)
         )
         self._largest_batch = 0  # samples of it so far
-        self._pass_size = 0  # samples of the last pass that has begun; 0 if they were not counted
+        self.samples_of_unit = 1  # of the largest loader, in a unit of the batch that was counted last
+        self._pass_size = 0  # units of the last pass that has begun; 0 if they were not counted
 
     def run(
         self,
@@ -107,13 +109,10 @@ class _LoaderPieces:
         """Run the step on a batch, or on pieces of its copy that are within the ``limit`` which errors have left."""
         self._pass_size = 0
         sizes: Sequence[int] = WHOLE
-        samples_of_unit = 1
         if limit is not None:
             with suppress(LayoutError):  # one that cannot be cut may fit as a whole
-                units = self._cutter.count(kept_batch)
-                samples = self._cutter.weight(kept_batch, units)
-                samples_of_unit = samples // max(1, units)
-                self._largest_batch = max(self._largest_batch, samples)
+                units = self._count(kept_batch)
+                self._largest_batch = max(self._largest_batch, units * self.samples_of_unit)
                 sizes = micro_batch_sizes(units, limit)
         in_pieces = len(sizes) > 1
         # A rank that repeats a step logs after it, so that no value is exchanged twice.
@@ -121,7 +120,7 @@ class _LoaderPieces:
         pieces = Pieces(self._trainer._results if logs_after_steps else None, self._largest_batch)
         for piece, size, _ in cut_in_pieces(self._cutter, kept_batch if in_pieces else batch, sizes):
             self._pass_size = size
-            with pieces.piece(samples=size * samples_of_unit, share=float(size), units=size):
+            with pieces.piece(samples=size * self.samples_of_unit, share=float(size), units=size):
                 pieces.add(step(piece))
             others = exchanged()
             if in_pieces and others is not None:  # other ranks run one collective a batch, this one would run more
@@ -129,15 +128,21 @@ class _LoaderPieces:
         self._pass_size = sizes[0]  # an error in merging, which needs all outputs, counts as one of the largest piece
         return pieces.finish()
 
-    def failed_samples(self, batch: Any, failure: Exception, limit: int | None) -> int:
-        """Return the samples of the pass that failed within the ``limit``; raise an error if no batch can be cut."""
+    def _count(self, batch: Any) -> int:
+        """Return the units of a batch: its samples or, of several loaders, parts with samples of each."""
+        units = self._cutter.count(batch)
+        self.samples_of_unit = self._cutter.weight(batch, units) // max(1, units)
+        return units
+
+    def failed_units(self, batch: Any, failure: Exception, limit: int | None) -> int:
+        """Return the units of the pass that failed within the ``limit``; raise an error if the batch cannot be cut."""
         try:
-            samples = int(retry_once(partial(self._cutter.count, batch)))
+            units = int(retry_once(partial(self._count, batch)))
         except LayoutError as why:
             raise messages.out_of_memory(self._trainer, self._stage, "({memory}). {what}", why) from failure
         if self._pass_size > 1:
             return self._pass_size
-        return min(samples, limit or samples)  # one sample is no reason to give up while other pieces have two
+        return min(units, limit or units)  # one sample is no reason to give up while other pieces have two
 
 
 def _exchanged(*, before: int) -> str | None:

@@ -126,8 +126,7 @@ class Gradients:
 
     def _weigh_share(self, count: float, *, of: float) -> None:
         """Weigh the next pass by its share in a batch, ``count / of``; 0 of 0 weighs 1."""
-        is_first = self._begin_pass()
-        self.weights.weigh_share(count, of=of, first=is_first)
+        self.weights.weigh_share(count, of=of, first=self._begin_pass())
 
     def _weigh_known(
         self, count: float, *, planned: float, window_samples: float, count_may_differ: bool = False

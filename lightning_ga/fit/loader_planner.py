@@ -26,6 +26,7 @@ class EpochInputs:
 class LoaderPlanner:
     """Plans epochs by what was asked for and what fits; first as ``LoaderWindows`` is made."""
 
+    samples_of_unit = 1  # what limits count; several loaders are cut in the step
     inputs: EpochInputs  # of the epoch that was planned last
     plan: AccumulationPlan  # of a full window of it
 

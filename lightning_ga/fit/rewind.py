@@ -178,7 +178,10 @@ class Rewinder:
         self._windows.plan_again()
         if self._retried is not None:
             self._retried.count_anew()
-        self._reporter.add(self._reporter.survived("training", remedy.before, fits, self._parts.limit.unit))
+        each = self._windows.planner.samples_of_unit
+        self._reporter.add(
+            self._reporter.survived("training", remedy.before * each, fits * each, self._parts.limit.unit)
+        )
 
     def _undo(self) -> str | None:
         """Put back what the window's passes have changed; return what cannot be put back."""

@@ -38,7 +38,8 @@ class StepPlanner:
         return self.source.units or 1
 
     @property
-    def _samples_of_unit(self) -> int:
+    def samples_of_unit(self) -> int:
+        """Samples of the largest loader in a unit."""
         return self.batch_size // self.units
 
     @property
@@ -107,7 +108,7 @@ class StepPlanner:
         limit = self._parts.limit
         if self._plan is None or not limit.chunked_names or not limit.is_known:
             return self._plan
-        return in_chunks_of(self._plan, limit.samples * self._samples_of_unit, limit.chunked_names)
+        return in_chunks_of(self._plan, limit.samples * self.samples_of_unit, limit.chunked_names)
 
     def plan_next_window(self) -> int:
         """Plan the next window; return how many batches make it."""
@@ -122,7 +123,7 @@ class StepPlanner:
             self.units,
             batches=factor,
             micro_batch=micro_batch,
-            weight=self._samples_of_unit,
+            weight=self.samples_of_unit,
             world_size=self.source.world_size,
             multiple=self._parts.request.multiple,
         )

@@ -118,8 +118,7 @@ def _settle_backward_threads() -> None:
     for device in chain.from_iterable(vendor.devices() for vendor in vendors_in_use()):
         # Memory may be short even now; a budget of live tensors, which is a mode, still counts that thread's memory.
         with suppress(Exception), _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
-            some = torch.zeros((), device=device, requires_grad=True)
-            torch.autograd.backward(some.clone())
+            torch.autograd.backward(torch.zeros((), device=device, requires_grad=True).clone())
 
 
 def _says(error: BaseException, texts: tuple[str, ...]) -> bool:

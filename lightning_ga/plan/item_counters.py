@@ -84,8 +84,8 @@ class AttentionMaskTokens:
 
     def __call__(self, batch: Any) -> int:
         """Return the tokens of a batch."""
-        mask = _pick(batch, self.key)
-        return int((mask != 0).sum())  # a sum would be rounded to the type of the mask, maybe half precision
+        # A sum of the mask would be rounded to its type, maybe half precision.
+        return int((_pick(batch, self.key) != 0).sum())
 
 
 def _pick(batch: Any, key: str | int) -> Any:

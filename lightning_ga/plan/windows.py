@@ -33,8 +33,7 @@ class RegularWindows:
     @property
     def count(self) -> int:
         """Windows of the epoch, those already done included."""
-        left = max(0, self.total - self.samples_done)
-        return self.done + ceil_div(left, self.largest)
+        return self.done + ceil_div(max(0, self.total - self.samples_done), self.largest)
 
     def span(self, window: int) -> tuple[int, int]:
         """Return start and number of samples of one window that is not done, counted in the epoch's order."""

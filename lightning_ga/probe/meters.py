@@ -153,6 +153,5 @@ class PeakHolders:
             second, origins = self._steps[large]
             predictor = extrapolate(first, second, rounding=self._rounding)
             if predictor is not None:
-                sizes = tuple(predictor.sizes(samples))
-                return replace(second, samples=samples, sizes=sizes), origins
+                return replace(second, samples=samples, sizes=tuple(predictor.sizes(samples))), origins
         return None

@@ -143,8 +143,7 @@ class ProbedTrainer(ProbedTraining):
     def _noting_reached(self) -> Iterator[None]:
         """Return a context for a step, after which it is known whether all gradients are there that were assumed."""
         reached = set[Tensor]()
-        note = reached.add
-        hooks = [each.register_post_accumulate_grad_hook(note) for each in self._assumed]  # type: ignore[no-untyped-call]
+        hooks = [each.register_post_accumulate_grad_hook(reached.add) for each in self._assumed]  # type: ignore[no-untyped-call]
         try:
             yield
             self.reached_all = reached.issuperset(self._assumed)

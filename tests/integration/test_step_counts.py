@@ -1,5 +1,6 @@
 """How many optimizer steps there will be, and what counts them: schedules, validation and limits."""
 
+import warnings
 from typing import Any
 
 import lightning.pytorch as pl
@@ -88,6 +89,32 @@ def test_samples_of_several_loaders_are_those_of_the_largest() -> None:
     assert fit(data, changes, module=Paired(), max_epochs=1)[1].global_step == changes.optimizer_steps() == 4
     with pytest.raises(UserError, match="batches of 12 samples on 1 ranks are kept. Use a multiple of 12"):
         fit(data, AutoAccumulate(20, micro_batch_size=2), module=Paired(), max_epochs=1)
+
+
+class PairedInLittleMemory(Paired):
+    """Runs out of memory with more than 6 samples of the larger loader."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if len(batch["b"][0]) > 6:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.training_step(batch, batch_idx)
+
+
+def test_reports_of_memory_count_samples_of_the_largest_of_several_loaders() -> None:
+    data = CombinedLoader({"a": loader(64, 8), "b": loader(96, 12)}, "min_size")
+    callback = AutoAccumulate(verify=False, cache=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _, trainer = fit(data, callback, module=PairedInLittleMemory(), max_epochs=1)
+        trainer.validate(PairedInLittleMemory(), data, verbose=False)
+    reports = [str(each.message) for each in caught if str(each.message).startswith("Memory ran out")]
+    assert [report.split(" after")[0] for report in reports] == [
+        f"Memory ran out in {stage} with 12 samples" for stage in ("training", "validation")
+    ]
+    assert all("in micro-batches of at most 6 samples" in report for report in reports)
 
 
 # --- intervals: windows of three batches -----------------------------------------------------------
