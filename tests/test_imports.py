@@ -23,7 +23,7 @@ LEVELS = (
     "checkpoints",
     "checkpoint_every",
     "elastic",
-    "callbacks models data app",
+    "noise_scale models data app",
     "train report batch_size everywhere audited_steps double_precision",
     "audited_weights",
     "audited_script",
@@ -35,7 +35,7 @@ MOST_ROOMS, MOST_ARROWS = 13, 31
 """Of folders and the callback. ``errors.py`` is a vocabulary for all of them, and not counted."""
 BESIDE = ("models", "data", "app", "train", "report")
 """Of the command line; they know nothing of the callback, which Hydra binds them to."""
-PUBLIC = ("__init__", "counters", "schedule", "split", "testing", "weights")
+PUBLIC = ("__init__", "callbacks", "counters", "schedule", "split", "testing", "weights")
 """Paths that code outside uses."""
 HEAVY = {"hydra", "omegaconf", "timm", "matplotlib", "sklearn", "rich"}
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch.utils._pytree import tree_unflatten
 
 from lightning_ga.compat import patching
-from lightning_ga.snapshot.untouched import put_back_after
+from lightning_ga.snapshot.user_objects import put_back_after
 
 
 @contextmanager

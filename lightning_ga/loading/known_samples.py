@@ -12,7 +12,7 @@ from lightning_ga.loading.shown_samples import ShownSamples
 from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.memory.oom import attempt
 from lightning_ga.snapshot.copies import copied
-from lightning_ga.snapshot.untouched import untouched
+from lightning_ga.snapshot.user_objects import untouched
 
 _FEW = 8  # samples of which it is seen whether they are collated
 _EXAMPLES = 3  # samples that are collated, of different shapes if there are any

@@ -15,7 +15,7 @@ import torch
 from lightning_ga.batch.pytree import same_values
 from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.plan.accumulation import ceil_div
-from lightning_ga.snapshot.untouched import borrowed, seeded
+from lightning_ga.snapshot.user_objects import borrowed, seeded
 
 MOST_KEPT = 2**20  # indices of an order that a checkpoint keeps
 _SEEDS = 2**63  # seeds go on from 0 here, within the 64 bits of torch.Generator

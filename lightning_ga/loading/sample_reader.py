@@ -22,7 +22,7 @@ from lightning_ga.loading.rebatch import collates_by_index, copy_loader, finishe
 from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.memory.oom import attempt, is_out_of_memory
 from lightning_ga.snapshot.random_numbers import generators_in, reseed
-from lightning_ga.snapshot.untouched import is_written_file, moved_by_reading, reached_from, untouched
+from lightning_ga.snapshot.user_objects import is_written_file, moved_by_reading, reached_from, untouched
 
 T = TypeVar("T")
 SAMPLES_AT_ONCE = 64

@@ -28,7 +28,7 @@ from lightning_ga.loading.trial_batches import BatchCutter, TrialBatches
 from lightning_ga.plan.accumulation import AccumulationPlan
 from lightning_ga.plan.size_cuts import SizeLimits, plan_by_size
 from lightning_ga.plan.windows import EpochPlan
-from lightning_ga.snapshot.untouched import untouched
+from lightning_ga.snapshot.user_objects import untouched
 
 SizeOf = Callable[[Any, Any], int] | str
 _Axis = tuple[str, int]  # field and axis

@@ -14,7 +14,7 @@ from lightning_ga.loading.known_samples import KnownSamples
 from lightning_ga.loading.rebatch import SourceSettings, collates, length_of
 from lightning_ga.loading.trial_batches import BatchCutter
 from lightning_ga.memory.oom import attempt
-from lightning_ga.snapshot.untouched import borrowed, seeded
+from lightning_ga.snapshot.user_objects import borrowed, seeded
 
 
 class StepSource:

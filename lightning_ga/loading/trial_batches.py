@@ -28,7 +28,7 @@ from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.memory.oom import attempt
 from lightning_ga.plan.accumulation import ceil_div, split_evenly, whole_multiples
 from lightning_ga.snapshot.copies import copied_if_possible
-from lightning_ga.snapshot.untouched import untouched
+from lightning_ga.snapshot.user_objects import untouched
 
 Move = Callable[[Any], Any]
 _FEW_NUMBERS = 2**14  # of a tensor: larger ones are data

@@ -1,6 +1,6 @@
 """The record of one training step: its allocations and releases in order, and the most bytes alive at once.
 
-Tested in tests/probe/test_prediction.py.
+Tested in tests/probe/test_peak_prediction.py.
 """
 
 from collections.abc import Iterable

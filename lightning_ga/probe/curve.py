@@ -1,6 +1,6 @@
 """The curve of peak memory by micro-batch size, computed from recorded steps. Pure.
 
-Tested in tests/probe/test_prediction.py.
+Tested in tests/probe/test_peak_prediction.py.
 """
 
 from dataclasses import dataclass, field, replace
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from lightning_ga.memory.segments import Peaks, replay_segments
 from lightning_ga.memory.trace import MemoryTrace
 from lightning_ga.plan.records import Trial
-from lightning_ga.probe.prediction import PeakPredictor, extrapolate, paired
+from lightning_ga.probe.peak_prediction import PeakPredictor, extrapolate, paired
 
 # A caching allocator hands out somewhat more than is asked for, and kernels choose their workspaces by size.
 TOLERANCE = 0.016  # of a measured peak

@@ -23,7 +23,7 @@ from lightning_ga.memory.step_recorder import StepRecorder
 from lightning_ga.memory.trace import MemoryTrace
 from lightning_ga.memory.vendors import WITH_STATISTICS
 from lightning_ga.plan.records import Attribution
-from lightning_ga.probe.prediction import extrapolate
+from lightning_ga.probe.peak_prediction import extrapolate
 from lightning_ga.probe.training import ProbedTraining
 
 # Share of a CPU's available memory that a step may use: the rest is for kernels' scratch and other processes.

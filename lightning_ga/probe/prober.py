@@ -19,7 +19,7 @@ from lightning_ga.probe.budget import Budget, DoesNotFitError
 from lightning_ga.probe.curve import TOLERANCE, Step
 from lightning_ga.probe.meters import StepMeter, bytes_of
 from lightning_ga.probe.search import Search
-from lightning_ga.probe.trace_sizes import MARGIN, UPDATE, Task, affordable_samples, most_bytes, trace_sizes
+from lightning_ga.probe.steps_to_record import MARGIN, UPDATE, Task, affordable_samples, most_bytes, trace_sizes
 from lightning_ga.probe.training import ProbedTraining
 from lightning_ga.probe.trials import Trials
 

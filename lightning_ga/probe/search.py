@@ -1,7 +1,7 @@
 """Find the largest micro-batch that fits in a memory budget, in as few training steps as possible.
 
 ``Search`` says which size to try next as a function of the outcomes so far. Two traces of small steps (on a GPU
-larger ones) predict the peak at every size (see ``prediction``), and one step at the predicted limit verifies it.
+larger ones) predict the peak at every size (see ``peak_prediction``), and one step at the predicted limit verifies it.
 If the prediction misses, or the streams do not align, measured peaks and halving close in on the limit from both sides.
 The limit was always tried, or, if nothing may be tried, predicted.
 
@@ -15,8 +15,8 @@ from typing import NamedTuple
 from lightning_ga.plan.accumulation import ceil_div, whole_multiples
 from lightning_ga.plan.records import Method
 from lightning_ga.probe.curve import Curve, Step, fit_curve
-from lightning_ga.probe.prediction import PeakPredictor, largest_fitting
-from lightning_ga.probe.trace_sizes import MARGIN, Task, after_first_failure, lowered
+from lightning_ga.probe.peak_prediction import PeakPredictor, largest_fitting
+from lightning_ga.probe.steps_to_record import MARGIN, Task, after_first_failure, lowered
 
 CURVE_POINTS = 32
 ENOUGH = 0.99  # of what may still fit: then no further trial, if sizes are not exact

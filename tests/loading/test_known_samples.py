@@ -26,7 +26,7 @@ from lightning_ga.loading.rebatch import rebatch
 from lightning_ga.loading.sample_reader import SAMPLES_AT_ONCE
 from lightning_ga.loading.sampler import WindowBatchSampler
 from lightning_ga.plan.windows import EpochPlan, RegularWindows
-from lightning_ga.snapshot.untouched import reached_from, untouched
+from lightning_ga.snapshot.user_objects import reached_from, untouched
 
 SIZE = 200
 COLLATED = list[int]()

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, RandomSampler, SubsetRandomSampler, Weight
 
 from lightning_ga.loading.orders import FromSampler, Order, Sequential, Shuffled
 from lightning_ga.loading.sampler import listed
-from lightning_ga.snapshot.untouched import borrowed
+from lightning_ga.snapshot.user_objects import borrowed
 
 SIZE = 24
 GLOBAL = (torch.get_rng_state, lambda: np.random.get_state()[1], random.getstate)

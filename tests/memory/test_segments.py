@@ -13,7 +13,7 @@ from lightning_ga.memory.trace import MemoryTrace
 from lightning_ga.plan.records import ProbeResult, Trial, still_holds
 from lightning_ga.probe.curve import Step
 from lightning_ga.probe.search import Search
-from lightning_ga.probe.trace_sizes import Task, trace_sizes
+from lightning_ga.probe.steps_to_record import Task, trace_sizes
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from lightning_ga.memory.trace import MemoryTrace
 from lightning_ga.plan.records import Trial
 from lightning_ga.probe.curve import Step, fit_curve
 from lightning_ga.probe.search import MOST_TRIALS, Search
-from lightning_ga.probe.trace_sizes import Task, most_bytes, trace_sizes
+from lightning_ga.probe.steps_to_record import Task, most_bytes, trace_sizes
 
 EXAMPLES = settings().max_examples
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from streams import CONSTANT_OR_GROWING, SQUARES, FakeDevice, streams
 
 from lightning_ga.memory.trace import MemoryTrace
-from lightning_ga.probe.prediction import PeakPredictor, extrapolate, largest_fitting, paired
+from lightning_ga.probe.peak_prediction import PeakPredictor, extrapolate, largest_fitting, paired
 
 
 @given(streams(st.one_of(CONSTANT_OR_GROWING, SQUARES)), st.integers(1, 6), st.integers(1, 6), st.integers(1, 300))
