@@ -34,6 +34,11 @@ def intercepted_loaders(
         yield
 
 
+def forget_data(trainer: Any) -> None:
+    """Let the fit loop set up its data anew; ``setup_data`` does nothing while it has some."""
+    trainer.fit_loop._combined_loader = None
+
+
 def shards(trainer: Any) -> bool:
     """Return whether the Trainer may share one order among its ranks: ``Trainer(use_distributed_sampler=…)``."""
     return bool(trainer._accelerator_connector.use_distributed_sampler)

@@ -118,8 +118,8 @@ class LoopPlace(LoopReader):
     def relocate(self, factor: int, *, at: int, end: int | None) -> None:
         """Let the loop continue ``at`` a micro-batch, as windows of another factor count; the epoch ends after ``end``.
 
-        Totals over all epochs are corrected by the same amount. Windows are counted from the same micro-batch as
-        before: from the epoch's first if the loader cuts; if the step does, ``count_windows_from_here`` follows.
+        Totals over all epochs are corrected by the same amount. Windows are counted from the same micro-batch as before:
+        from the epoch's first if the loader cuts. If the step cuts windows that grow, ``count_windows_from_here`` follows.
         """
         self.set_factor(factor)
         self.window_start = at
@@ -160,6 +160,7 @@ class LoopPlace(LoopReader):
         if not continues_epoch:
             self._begin_next_epoch()
         loop.batch_progress.is_last_batch = continues_epoch and loop.batch_progress.is_last_batch
+        # In the next epoch totals keep the epoch that is over, whose counts the loop still has.
         self._set(window * self.factor, batch_end_is_due=batch_end_is_due, total=continues_epoch)
         self._align_logger_steps()
 

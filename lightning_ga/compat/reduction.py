@@ -150,8 +150,8 @@ class Exchange:
         if was_sending and self._noting.buckets_agreed:
             self._has_lost_order = True  # also resets it after each exchange from here on
         must_see_order = self._has_lost_order or not self._is_ordered  # else the reducer is left alone
-        exchanges = self._is_noted  # by hand, or through a hook, the reducer sees no order
-        if module.find_unused_parameters or (exchanges and must_see_order):  # a reset also forgets what was used
+        may_have_sent = self._is_noted  # by hand or through a hook, an error while gradients are sent was refused above
+        if module.find_unused_parameters or (may_have_sent and must_see_order):  # a reset also forgets what was used
             module.reducer._reset_state()
         return None
 

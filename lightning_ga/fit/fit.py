@@ -94,8 +94,8 @@ class Fit:
         exchange = exchange_of(self.trainer, parts.shares.note_sending)
         left_out = LeftOut(parts, self._options, self.data)
         remedies = Remedies(parts, self._options, self.search, left_out, windows)
-        retries = self._options.on_oom != "raise"
-        self._rewinder = Rewinder(parts, windows, remedies, self._reporter, exchange, retries=retries)
+        repeats = self._options.on_oom != "raise"
+        self._rewinder = Rewinder(parts, windows, remedies, self._reporter, exchange, repeats=repeats)
         with older_objects_frozen():  # one full collection may take longer than a step
             self.search.begin()
             parts.shares.follow_limits(parts.limit.samples)

@@ -191,7 +191,7 @@ class LimitSearch:
         return TrainingSetup(
             self._parts.trainer,
             windows.trial_batches(epoch),
-            rank_samples=rank_samples,
+            rank_samples=rank_samples // windows.planner.samples_of_unit,
             kept=self._kept,
             chunks=None if chunked is None else chunked.size,
             multiple=self._parts.request.multiple,
@@ -222,10 +222,10 @@ class LimitSearch:
             if all_fit and self._parts.limit.chunked is None:
                 return NO_LIMIT  # larger batches run as they are, and are cut after an error
             return min(fits, tried)
-        # A window that fits as it is shows no limit: other batches may have samples that a collate function has dropped
-        # from this one.
-        is_no_limit = all_fit and self.found.result is None
-        return useful if is_no_limit else min(fits, useful)  # what was recalled may be for larger windows
+        # A window that fits as it is shows no bound, so all that is useful may run: a collate function may have dropped
+        # samples of this one, which other batches have.
+        shows_no_bound = all_fit and self.found.result is None
+        return useful if shows_no_bound else min(fits, useful)  # what was recalled may be for larger windows
 
     def _recall(self, tried: int, restored: RunState | None) -> int | None:
         """Return the limit that a checkpoint has kept; ``None`` if there is none, or if it does not hold here."""
@@ -270,8 +270,8 @@ class LimitSearch:
         said = str(error).partition("\n")[0].rstrip(".")  # a data worker's has a traceback below
         rank_zero_warn(
             "The probe found no limit, because a trial step, in which the probe records memory, ended in "
-            f"{type(error).__name__}: {said}. Training uses micro-batches of the recipe, {recipe} samples; give "
-            "micro_batch_size=… to choose."
+            f"{type(error).__name__}: {said}. Training uses micro-batches of the recipe, "
+            f"{recipe * self._data.windows.planner.samples_of_unit} samples; give micro_batch_size=… to choose."
         )
         return recipe
 

@@ -28,7 +28,7 @@ class LoaderPlanner:
 
     samples_of_unit = 1  # what limits count; several loaders are cut in the step
     inputs: EpochInputs  # of the epoch that was planned last
-    plan: AccumulationPlan  # of a full window of it
+    plan: AccumulationPlan  # of a full window of it; where windows grow, of the running one
 
     def __init__(self, parts: FitParts, source: LoaderSource) -> None:
         self._parts = parts
@@ -117,7 +117,7 @@ class LoaderPlanner:
         shares = self._parts.shares
         micro_batch = ceil_div(inputs.schedule.largest, self._sharing_ranks)
         self._cut_by = self._parts.limit.samples
-        if enabled:  # else data are being set up, and no samples may be collated yet
+        if enabled:  # else another plan follows, so that nothing is tried yet (``within_collatable``)
             micro_batch = self._within_limit(micro_batch)
         self.plan = self.source.arrange(
             inputs.epoch,

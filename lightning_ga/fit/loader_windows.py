@@ -63,7 +63,8 @@ class LoaderWindows(CutWindows):
     def _keeps_iterator_of_set_up(self) -> bool:
         """Whether data are loaded again in the epoch that a resumed loop continues: it keeps this set-up's iterator.
 
-        That ends too early, because the loader is as long as the recipe's batches while the loop sets it up.
+        That is as long as the recipe's batches (``in_recipe_batches``), too short. So the set-up yields nothing, and
+        another iterator is made as the epoch begins.
         """
         return self._reads and self._place.keeps_iterator
 

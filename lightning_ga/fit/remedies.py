@@ -53,7 +53,7 @@ class Remedies:
         self._failed: deque[int] = deque(maxlen=MANY_FAILED)  # numbers of windows in which one sample did not fit
 
     def begin_window(self) -> None:
-        """Begin a window; nothing happens if it begins again after an error."""
+        """Begin a window; if it begins again after an error, only its pass is forgotten."""
         self._parts.gradients.forget_pass()  # an error before the next one is of no sample
         window = self._parts.progress.window
         if window == self._window:

@@ -49,7 +49,7 @@ class Rewinder:
         reporter: messages.OomReporter,
         exchange: AnyExchange | None,
         *,
-        retries: bool,
+        repeats: bool,
     ) -> None:
         trainer = parts.trainer
         self._parts = parts
@@ -59,14 +59,14 @@ class Rewinder:
         self._exchange = exchange
         self._refusal: str | None = None  # why no window can run again on these ranks
         self._savepoint: Savepoint | None = None  # none if no window runs again
-        self._retried: RepeatedRetries | None = None
-        if retries:
+        self._allocator_retries: RepeatedRetries | None = None
+        if repeats:
             self._refusal = ranks.obstacle(trainer)
-        if retries and self._refusal is None:
+        if repeats and self._refusal is None:
             loop = trainer.fit_loop.epoch_loop
             self._savepoint = Savepoint(trainer.lightning_module, lambda: loop._results)
             if trainer.strategy.root_device.type == "cuda":
-                self._retried = RepeatedRetries(trainer.strategy.root_device)
+                self._allocator_retries = RepeatedRetries(trainer.strategy.root_device)
         self._members: list[Callable[[], None]] = []
         self._is_updating = False  # whether the window's passes are done: what follows is the optimizer's update
         self._is_begun = False  # whether all members have begun the running window
@@ -129,16 +129,17 @@ class Rewinder:
 
     def _lower_after_retries(self) -> bool:
         """Plan smaller micro-batches if the last two windows were short of memory; return whether that was done."""
-        if self._retried is None or not self._retried.after_window():
+        if self._allocator_retries is None or not self._allocator_retries.after_window():
             return False
         most = self._windows.largest_pass
         fits = most - max(1, most // LESS)
         if fits < 1:
             return False
+        each = self._windows.planner.samples_of_unit
         rank_zero_warn(
             "The allocator had to free its cache in two windows running, so memory is fragmented: "
-            f"{self._parts.limit.unit} have at most {fits} samples from here on, instead of {most}, with the same "
-            "result."
+            f"{self._parts.limit.unit} have at most {fits * each} samples from here on, instead of {most * each}, with "
+            "the same result."
         )
         self._remedies.fall(fits)
         self._windows.plan_again()
@@ -176,8 +177,8 @@ class Rewinder:
         messages.end_run_if(retry_once(self._undo), self._parts.trainer, "training", messages.CHANGED, failure)
         fits = self._remedies.apply(remedy)  # by trial steps, which need the state from before
         self._windows.plan_again()
-        if self._retried is not None:
-            self._retried.count_anew()
+        if self._allocator_retries is not None:
+            self._allocator_retries.count_anew()
         each = self._windows.planner.samples_of_unit
         self._reporter.add(
             self._reporter.survived("training", remedy.before * each, fits * each, self._parts.limit.unit)

@@ -122,6 +122,7 @@ class StepWindows(CutWindows):
         self._reads = True
         place = self._place
         place.begin_epoch_after_last_batch()
+        # Windows that grow end at any count: without this, the loop would not find that one begins here.
         resumes_within_epoch = place.restarts and place.ready != place.loop_batches_of_epoch
         if self._parts.request.by_window and resumes_within_epoch:
             place.count_windows_from_here()

@@ -22,6 +22,7 @@ from lightning_ga.loading.step_source import StepSource
 from lightning_ga.loading.trial_batches import BatchCutter
 from lightning_ga.plan.config import Options
 from lightning_ga.probe.trials import older_objects_frozen
+from lightning_ga.snapshot.random_numbers import RandomState, generators_in
 
 Windows = LoaderWindows | StepWindows
 
@@ -59,6 +60,13 @@ class TrainingData:
             return self.windows.planner.source.loader
 
         def around(set_up: Callable[[], None]) -> None:
+            windows = self._windows
+            if isinstance(windows, LoaderWindows) and self._why_in_step():
+                # ``configure_optimizers`` has asked for the data, before the optimizer was known that needs the step.
+                # Random numbers that the set-up draws were drawn then.
+                held.callback(RandomState(generators_in([windows.planner.source.loader.generator])).restore)
+                self._windows = None
+                loaders.forget_data(self._parts.trainer)
             with held, older_objects_frozen():
                 set_up()  # Lightning's set-up of the data calls ``read``, unless the loop keeps the data that it has
 

@@ -177,6 +177,8 @@ class LoaderSource:
         world_size = self.recipe.world_size
         largest = windows.largest or world_size  # an epoch that is done has no window, and yet a plan
         if limits:
+            # An error may have lowered this rank's since ranks have told theirs.
+            limits = tuple(min(most, micro_batch) if rank == self._rank else most for rank, most in enumerate(limits))
             plan = plan_unequal_shares(largest, limits=limits, ratio=ratio, rank=self._rank, multiple=multiple)
         else:
             plan = plan_accumulation(largest, micro_batch=micro_batch, world_size=world_size, multiple=multiple)

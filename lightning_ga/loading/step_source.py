@@ -51,7 +51,8 @@ class StepSource:
             self.units = max(1, counted.result or length_of_first(batch))
             may_drop = collates(self._given) and self.samples.may_drop
             may_have_lost_samples = (bool(counted.result) and may_drop) or cutter.were_seen_dropped
-            # The count shows what a collate function has left of this batch; another may have more.
+            # Another batch may have more. Without a count, units may be rows of many samples, which a sampler does not
+            # count, unless samples were seen dropped.
             if may_have_lost_samples:
                 self.units = max(self.units, _first_of_batch_sampler(self._given))
             self.batch_size = self.units

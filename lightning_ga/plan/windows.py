@@ -101,9 +101,10 @@ NO_WINDOW = Window(-1, 0, 0, ())
 class EpochPlan:
     """The windows of an epoch and their micro-batches, on every rank.
 
-    Ranks have near-equal shares of a window. All are cut into the same number of near-equal micro-batches: the fewest
-    that keep the largest within ``micro_batch``. A ragged window has as many as its own samples need. Shares and
-    micro-batches are multiples of ``multiple``, unless ``micro_batch`` is less; the last one may have fewer samples.
+    Ranks have near-equal shares of a window, or shares in a ``ratio``. A share is cut into near-equal micro-batches:
+    the fewest that keep the largest within ``micro_batch``, as many on all ranks if shares are near-equal. A ragged
+    window has as many as its own samples need. Shares and micro-batches are multiples of ``multiple``, unless
+    ``micro_batch`` is less; the last one may have fewer samples.
     """
 
     windows: Windows

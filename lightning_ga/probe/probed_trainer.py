@@ -49,7 +49,7 @@ class TrainingSetup:
 
     trainer: Any
     batches: TrialBatches
-    rank_samples: int  # of a window on one rank
+    rank_samples: int  # of a window on one rank; of several loaders, the parts into which its batch can be cut
     kept: Callable[[], Iterable[Tensor]]  # what is on the device for a retry, besides the model
     chunks: ChunkSize | None = None  # of submodules that run over whole windows: then their size is tried
     multiple: int = 1  # of which micro-batches are multiples

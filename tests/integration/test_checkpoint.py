@@ -53,7 +53,7 @@ class Deep(Regression):
         return (self.head(hidden).flatten(1).mean(1) - targets[:, 0]).square().mean()
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.kept.append(np.concatenate([p.grad.numpy().ravel() for p in self.parameters()]))
+        self.kept.append(np.concatenate([p.grad.cpu().numpy().ravel() for p in self.parameters()]))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=self.lr)

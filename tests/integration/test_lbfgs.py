@@ -52,6 +52,27 @@ def test_weights_are_those_of_the_whole_batch(name: str) -> None:
     assert "_make_closure" not in vars(trainer.fit_loop.epoch_loop.automatic_optimization)
 
 
+class Planned(Newton):
+    """Asks for the number of steps before its optimizer is there, which reads the data."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        assert self.trainer.estimated_stepping_batches == 6
+        return super().configure_optimizers()
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_data_that_are_asked_for_before_the_optimizer_are_cut_in_the_step_too(seed: int | None) -> None:
+    """In the order of the stock Trainer, whose generator has moved as often."""
+    trained = []
+    for callbacks in ([], [AutoAccumulate(micro_batch_size=3)]):
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        module, _ = fit(DataLoader(DATA, 8, shuffle=True, generator=generator), *callbacks, module=Planned())
+        trained.append(module)
+    stock, ours = trained
+    for one, other in zip(ours.net.parameters(), stock.net.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
 def newton_on_ranks() -> list[torch.Tensor]:
     """Every rank has its own samples, in batches that are cut."""
     shares = torch.utils.data.Subset(DATA, range(int(os.environ["RANK"]), 20, 2))

@@ -79,7 +79,9 @@ class Contrastive(pl.LightningModule):
         self.validated.append(self.loss(batch[0]))
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.kept.append(np.concatenate([p.grad.numpy().ravel() for p in self.parameters() if p.grad is not None]))
+        self.kept.append(
+            np.concatenate([p.grad.cpu().numpy().ravel() for p in self.parameters() if p.grad is not None])
+        )
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
@@ -178,6 +180,24 @@ def test_the_probe_finds_the_chunk(joined: bool, budget: int) -> None:
         settings = {"micro_batch_size": math.ceil(WINDOW / fewer), "on_oom": "raise", "verify": False}
         with pytest.raises(torch.OutOfMemoryError):
             fit(Contrastive(joined=joined), whole(**settings), memory=f"{budget}KiB")
+
+
+class OfTwoLoaders(Contrastive):
+    """Runs its encoder over batches of two loaders."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch["a"][0]) + self.loss(batch["b"][0])
+
+
+def test_the_probe_of_several_loaders_runs_chunks_as_training_does() -> None:
+    """Batches of 16 and 48 have as many chunks; the limit counts parts with a sample of one and three of the other."""
+    loaders = {name: DataLoader(TensorDataset(samples(4 * size)), size) for name, size in (("a", 16), ("b", 48))}
+    callback = whole()
+    trainer = quiet_trainer(callback, max_epochs=1)
+    with limit_memory("820KiB"):
+        trainer.fit(OfTwoLoaders(), loaders)
+    assert callback.plan.chunk_size < 48
+    assert callback.oom_events == 0
 
 
 class Averaged(Contrastive):

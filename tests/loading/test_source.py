@@ -205,6 +205,14 @@ def test_the_first_rank_decides_whether_batches_are_joined(says: bool) -> None:
     assert source.within_collatable(16) == (16 if says else 8)
 
 
+def test_the_plan_of_unequal_shares_is_cut_by_the_limit_that_an_error_has_left() -> None:
+    """Ranks tell their limits as an epoch begins; this one's has fallen since."""
+    (_, source) = feeds(lambda rank: DataLoader(range(64), 8), 2)  # type: ignore[arg-type]
+    plan = source.arrange(0, constant(16), 4, limits=(8, 8), ratio=(8, 8))
+    assert (plan.micro_batch_size, plan.factor) == (4, 2)
+    assert source.window(0).sizes == (4, 4)
+
+
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 30), min_size=2, max_size=40), st.integers(2, 12), WORLD_SIZES, st.booleans())
 def test_windows_are_cut_by_the_sizes_of_samples(sizes, window, world_size, shuffle):
