@@ -118,8 +118,9 @@ class LoopPlace(LoopReader):
     def relocate(self, factor: int, *, at: int, end: int | None) -> None:
         """Let the loop continue ``at`` a micro-batch, as windows of another factor count; the epoch ends after ``end``.
 
-        Totals over all epochs are corrected by the same amount. Windows are counted from the same micro-batch as before:
-        from the epoch's first if the loader cuts. If the step cuts windows that grow, ``count_windows_from_here`` follows.
+        Totals over all epochs are corrected by the same amount. Windows are counted from the same micro-batch as
+        before: from the epoch's first if the loader cuts. Where the step cuts windows that grow,
+        ``count_windows_from_here`` follows.
         """
         self.set_factor(factor)
         self.window_start = at

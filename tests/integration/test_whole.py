@@ -195,7 +195,7 @@ def test_the_probe_of_several_loaders_runs_chunks_as_training_does() -> None:
     callback = whole()
     trainer = quiet_trainer(callback, max_epochs=1)
     with limit_memory("820KiB"):
-        trainer.fit(OfTwoLoaders(), loaders)
+        trainer.fit(OfTwoLoaders(), loaders, DataLoader(TensorDataset(samples(40)), batch_size=40))
     assert callback.plan.chunk_size < 48
     assert callback.oom_events == 0
 
