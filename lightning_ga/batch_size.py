@@ -94,10 +94,8 @@ def measure_batch_size(
         part.write_text(json.dumps({"setting": setting, "losses": losses}, indent=1) + "\n")
         part.replace(Path(folder) / "batch_size.json")
         tell(f"{number} of {len(left)}: batch {size}, seed {seed}, {samples:,} samples: {monitor} {loss:.4f}")
-    points = []
-    for size in sizes:
-        points.append(BatchPoint(size, tuple(losses[f"{size}/{seed}"] for seed in range(seeds))))
-    return CriticalBatch(tuple(points), tolerance, samples)
+    of_sizes = [tuple(losses[f"{size}/{seed}"] for seed in range(seeds)) for size in sizes]
+    return CriticalBatch(tuple(map(BatchPoint, sizes, of_sizes)), tolerance, samples)
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,9 +38,7 @@ def explain(error: BaseException, overrides: Sequence[str] = (), groups: Groups 
     """One sentence for an error; it names the mistyped one of the ``overrides``, and options of ``groups``."""
     said = link_of(UserError, error) or link_of(OmegaConfBaseException, error) or error
     sentence = of_line(error, said, overrides, groups or {}) or of_library(error, said, overrides)
-    notes: list[str] = []
-    for link in chain(error):
-        notes += getattr(link, "__notes__", [])
+    notes = [note for link in chain(error) for note in getattr(link, "__notes__", [])]
     return " ".join([sentence, *notes])
 
 
@@ -70,10 +68,8 @@ def answer_to(text: str) -> str:
 
 def of_values(text: str, overrides: Sequence[str]) -> str:
     """The message of a library, after the typed values that it names."""
-    named = []
-    for word in overrides:
-        if "." in word.partition("=")[0] and is_named(word, text):
-            named.append(word.lstrip("+"))
+    of_keys = [word for word in overrides if "." in word.partition("=")[0]]
+    named = [word.lstrip("+") for word in of_keys if is_named(word, text)]
     return f"{', '.join(named)}: {text}" if named else text
 
 

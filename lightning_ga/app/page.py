@@ -44,10 +44,8 @@ def comparison_page(runs: Sequence[RunFiles]) -> str:
 
 def beside_each_other(columns: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Rows of a name and its text in every column; a dash if a column lacks it."""
-    rows = []
-    for name in dict.fromkeys(chain.from_iterable(columns)):
-        rows.append([name, *(str(column.get(name, "–")) for column in columns)])
-    return rows
+    names = dict.fromkeys(chain.from_iterable(columns))
+    return [[name, *(str(column.get(name, "–")) for column in columns)] for name in names]
 
 
 def differing(columns: Sequence[Mapping[str, Any]]) -> list[list[str]]:

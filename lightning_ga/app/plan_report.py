@@ -158,10 +158,8 @@ def find_accumulate(trainer: Trainer) -> Any:
 
 def printed_plan(records: Records) -> str:
     """The plan before the first step, as wide as the terminal."""
-    lines = ["Plan"]
-    for name, value in rows(records).items():
-        lines.append(fill(f"  {name:<17}{value}", columns(), subsequent_indent=" " * 19))
-    return "\n".join(lines)
+    lines = [f"  {name:<17}{value}" for name, value in rows(records).items()]
+    return "\n".join(["Plan", *(fill(line, columns(), subsequent_indent=" " * 19) for line in lines)])
 
 
 def save_plan(path: Path, records: Records) -> None:

@@ -294,9 +294,7 @@ def save_predictions(path: Path, batches: Sequence[Any]) -> None:
 
 def joined(batches: Sequence[Any]) -> dict[str, Any]:
     """The samples of all batches as arrays by name; the name of tensors without one is empty."""
-    parts: list[Any] = []
-    for batch in batches:
-        parts.append(batch if isinstance(batch, Mapping) else {"": batch})
+    parts = [batch if isinstance(batch, Mapping) else {"": batch} for batch in batches]
     arrays = {}
     for name in dict.fromkeys(chain.from_iterable(parts)):
         tensor = torch.cat([part[name] for part in parts]).cpu()

@@ -159,8 +159,7 @@ class StepValues:
                 result._forward_cache = copy.compute()
             return
         logged = [*self._values[key].values()]
-        of_samples = [each for each in logged if each.samples]
-        used = of_samples or logged  # without stand-ins
+        used = [each for each in logged if each.samples] or logged  # without stand-ins
         value, _ = merged_entry(used)
         weight = float(sum(each.weight for each in used))
         result._forward_cache = self._over_ranks(value, weight, result.meta.sync)

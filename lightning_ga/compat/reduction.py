@@ -75,10 +75,9 @@ class Exchange:
         self._repeats = False  # whether the window runs again
         self._is_ordered = False  # whether an earlier window has shown in which order gradients come
         self._has_lost_order = False  # whether the reducer was reset after ranks had agreed on buckets
-        self._sparse = set[Tensor]()  # weights of embeddings with sparse gradients
-        for part in module.modules():
-            if isinstance(part, Embedding | EmbeddingBag) and part.sparse and part.weight.requires_grad:
-                self._sparse.add(part.weight)
+        embeddings = [part for part in module.modules() if isinstance(part, Embedding | EmbeddingBag)]
+        # Weights of embeddings with sparse gradients.
+        self._sparse: set[Tensor] = {each.weight for each in embeddings if each.sparse and each.weight.requires_grad}
 
     @property
     def _is_noted(self) -> bool:

@@ -161,13 +161,10 @@ class _Survey:
     def _frees(self, name: str) -> int:
         """Return the bytes that only this submodule keeps, less the arguments that it would have to keep."""
         every = self._saved[""]
-        frees = 0
-        for storage, times in self._saved[name].items():
-            if times == every[storage] and storage not in self._inputs[name]:
-                frees += self._sizes[storage]
-        for storage in self._inputs[name] - every.keys():
-            frees -= self._sizes[storage]
-        return frees
+        inputs = self._inputs[name]
+        alone = [storage for storage, times in self._saved[name].items() if times == every[storage]]
+        freed = sum(self._sizes[storage] for storage in alone if storage not in inputs)
+        return freed - sum(self._sizes[storage] for storage in inputs - every.keys())
 
     def _storages(self, values: Any) -> set[StorageWeakRef]:
         """Return the storages of tensors; a weak reference keeps their addresses from being used again."""

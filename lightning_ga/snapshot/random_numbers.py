@@ -36,10 +36,7 @@ def restore_generator(generator: Any, state: Any) -> None:
 
 def held_by(objects: Iterable[object]) -> list[Any]:
     """Return the values of the attributes of objects."""
-    values: list[Any] = []
-    for each in objects:
-        values += getattr(each, "__dict__", {}).values()
-    return values
+    return [value for each in objects for value in getattr(each, "__dict__", {}).values()]
 
 
 def generators_in(values: Iterable[Any]) -> list[Any]:
