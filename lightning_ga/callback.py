@@ -130,7 +130,7 @@ class AutoAccumulate(Callback):
     @property
     def fits(self) -> Fits | None:
         """What a whole window takes if it fits in one pass, so that no limit was looked for; else ``None``."""
-        return None if self._fit is None else self._fit.search.found.fits
+        return None if self._fit is None else self._fit.search.fits
 
     @property
     def probe(self) -> ProbeResult | None:

@@ -281,8 +281,8 @@ class Fit:
         how_cut = self.data.windows.how_cut()
         if how_cut:
             found.append(how_cut)
-        if self.search.found.fits is not None:
-            found.append(f"fits: {self.search.found.fits}")
+        if self.search.fits is not None:
+            found.append(f"fits: {self.search.fits}")
         if self.search.chosen is not None:
             found.append(f"computed again: {self.search.chosen}")
         if self.search.found.result is not None:

@@ -24,7 +24,7 @@ from lightning_ga.loading.trial_batches import TrialBatches
 from lightning_ga.memory.oom import attempt, may_be_out_of_memory
 from lightning_ga.plan.accumulation import ceil_div
 from lightning_ga.plan.config import Options
-from lightning_ga.plan.records import Recomputed, still_holds
+from lightning_ga.plan.records import Fits, Recomputed, still_holds
 from lightning_ga.plan.run_state import RunState
 from lightning_ga.plan.size_cuts import SizeLimits
 from lightning_ga.probe.budget import DoesNotFitError
@@ -72,6 +72,15 @@ class LimitSearch:
     def chosen(self) -> Recomputed | None:
         """What was chosen to be computed again, so that the fewest samples fit; ``None`` if nothing was."""
         return None if self.found.result is None else self.found.result.recomputed
+
+    @property
+    def fits(self) -> Fits | None:
+        """What a whole window takes if it fits in one pass, so that no limit was looked for; else ``None``."""
+        found = self.found.fits
+        if found is None:
+            return None
+        each = self._data.windows.planner.samples_of_unit
+        return replace(found, samples=found.samples * each, tried=found.tried * each)
 
     def hardware(self) -> str:
         """Describe the hardware; a limit found on other hardware is not used."""

@@ -85,6 +85,9 @@ def test_samples_of_several_loaders_are_those_of_the_largest() -> None:
     assert str(callback.plan).startswith("effective batch 24 = 6 × 4 × 1")
     assert [len(indices) for _, indices in module.micro_batches] == [4, 6] * 16
     assert trainer.global_step == callback.optimizer_steps() == 4
+    fitting = AutoAccumulate(24, verify=False, cache=False)
+    fit(data, fitting, module=Paired(), max_epochs=1)
+    assert fitting.fits.samples == 12
     changes = AutoAccumulate(by_samples({0: 12, 24: 36}), micro_batch_size=4)
     assert fit(data, changes, module=Paired(), max_epochs=1)[1].global_step == changes.optimizer_steps() == 4
     with pytest.raises(UserError, match="batches of 12 samples on 1 ranks are kept. Use a multiple of 12"):
