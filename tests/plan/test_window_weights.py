@@ -73,14 +73,21 @@ def test_a_count_that_is_no_number_is_refused(found: Any, words: str) -> None:
     assert count_items(torch.sum, torch.ones(2, 3)) == 6.0
 
 
-@pytest.mark.parametrize("count", [-1, float("nan"), 0])
-def test_a_count_of_which_nothing_is_a_mean_is_refused(count: float) -> None:
-    late, refusal = WindowWeights(world_size=1), f"normalize counted {count} in "
-    with pytest.raises(
-        UserError, match=refusal + ("all micro-batches.*ignore_index" if count == 0 else "a micro-batch")
-    ):
-        late.weigh_late(count, factor=1, first=True)
-        late.reach()
+@pytest.mark.parametrize("count", [-1.0, float("nan"), float("inf")])
+def test_a_count_that_is_no_finite_number_of_items_is_refused(count: float) -> None:
+    """Whether the count of the window is known before its end or not."""
+    weights = WindowWeights()
+    with pytest.raises(UserError, match=f"normalize counted {count} in a micro-batch"):
+        weights.weigh_late(count, factor=1, first=True)
+    with pytest.raises(UserError, match=f"normalize counted {count} in a micro-batch"):
+        weights.weigh_known(count, planned=count, window=8.0, factor=1, first=True)
+
+
+def test_a_window_that_counts_nothing_is_refused() -> None:
+    late = WindowWeights()
+    late.weigh_late(0.0, factor=1, first=True)
+    late.reach()
+    with pytest.raises(UserError, match=r"normalize counted 0 in all micro-batches.*ignore_index"):
         late.close()
 
 
