@@ -68,8 +68,7 @@ def audit(
         1     1-2            0.5 0.5         0.5 0.5  right
         2     3              0.5             1        the window is divided by the factor, 2
     """
-    of_an_epoch = {id(batch): batch for batch in micro_batches}
-    reads = Reads([*of_an_epoch.values()], loss, sizes or Samples())
+    reads = Reads([*micro_batches], loss, sizes or Samples())
     with in_double(model):
         with Promotion(), Recorder(model).watching() as recorder:
             train()

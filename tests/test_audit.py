@@ -381,6 +381,13 @@ def test_another_order_of_micro_batches_is_refused() -> None:
         audit(plain(model, batches, window=4), model=model, micro_batches=batches[::2] + batches[1::2], loss=loss)
 
 
+def test_an_order_that_changes_is_listed_with_the_same_micro_batches() -> None:
+    """A list of two epochs in one order is that of one epoch twice."""
+    model, batches = task((4,) * 8)
+    for listed in (batches + batches[1::2] + batches[::2], 2 * batches):
+        assert_accumulates(plain(model, listed, window=4), model=model, micro_batches=listed, loss=loss)
+
+
 def test_a_step_without_a_new_gradient_carries_the_last_one_over() -> None:
     model, batches = task()
 
