@@ -14,10 +14,10 @@ import torch
 from lightning_ga.audited_script import audit_script
 from lightning_ga.audited_steps import Recorder
 from lightning_ga.audited_weights import Reads, measured
+from lightning_ga.batch.layout import Samples
 from lightning_ga.double_precision import Promotion, in_double
 from lightning_ga.errors import UserError, printable
 from lightning_ga.plan.audit_verdicts import Audit, AuditStep
-from lightning_ga.plan.item_counters import Samples
 
 __all__ = ["Audit", "AuditStep", "audit"]
 
