@@ -70,8 +70,9 @@ def seed_generator(generator: Any, seed: int) -> None:
     """Seed one generator, of torch, NumPy or Python, with any whole number that is not negative."""
     if isinstance(generator, torch.Generator):
         generator.manual_seed(seed % 2**63)
-    elif isinstance(generator, (np.random.Generator, np.random.RandomState)):  # whose ``seed`` takes MT19937 alone
-        restore_generator(generator, type(generator._bit_generator)(seed).state)
+    elif isinstance(generator, (np.random.Generator, np.random.RandomState)):
+        # ``RandomState.seed`` takes MT19937 alone.
+        restore_generator(generator, type(generator._bit_generator)(seed).state)  # type: ignore[union-attr]
     else:
         generator.seed(seed % 2**32)
 
