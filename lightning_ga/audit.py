@@ -14,10 +14,10 @@ import torch
 from lightning_ga.audited_script import audit_script
 from lightning_ga.audited_steps import Recorder
 from lightning_ga.audited_weights import Reads, measured
+from lightning_ga.batch.layout import Samples
 from lightning_ga.double_precision import Promotion, in_double
 from lightning_ga.errors import UserError, printable
 from lightning_ga.plan.audit_verdicts import Audit, AuditStep
-from lightning_ga.plan.item_counters import Samples
 
 __all__ = ["Audit", "AuditStep", "audit"]
 
@@ -68,8 +68,7 @@ def audit(
         1     1-2            0.5 0.5         0.5 0.5  right
         2     3              0.5             1        the window is divided by the factor, 2
     """
-    of_an_epoch = {id(batch): batch for batch in micro_batches}
-    reads = Reads([*of_an_epoch.values()], loss, sizes or Samples())
+    reads = Reads([*micro_batches], loss, sizes or Samples())
     with in_double(model):
         with Promotion(), Recorder(model).watching() as recorder:
             train()

@@ -20,10 +20,11 @@ from torch.nn.modules import module as hooks
 
 from lightning_ga.audited_steps import Recorder
 from lightning_ga.audited_weights import Reads, measured
+from lightning_ga.batch.layout import Samples
 from lightning_ga.double_precision import LOWER, Promotion, in_double
 from lightning_ga.errors import UserError
 from lightning_ga.plan.audit_verdicts import Audit
-from lightning_ga.plan.item_counters import Samples, TargetTokens
+from lightning_ga.plan.item_counters import TargetTokens
 from lightning_ga.snapshot.copies import copied_if_possible
 
 
@@ -173,6 +174,6 @@ def items_of(module: Module, args: Any, kwargs: Mapping[str, Any]) -> int:
     """Count what the loss of a model of Transformers is a mean over: targets that are not ignored, or samples."""
     labels = kwargs.get("labels")
     if labels is None or labels.dim() < 2:
-        return Samples()([*args, *kwargs.values()])
+        return Samples()({**dict(enumerate(args)), **kwargs})
     function = getattr(module, "loss_function", None)
     return TargetTokens(shift="CausalLM" in getattr(function, "__name__", ""))(kwargs)

@@ -83,6 +83,8 @@ def measure_batch_size(
     setting = _setting(Path(ckpt_path), {**arguments, "trainer": trainer})
     losses = _known(Path(folder), setting)
     sizes = batches_around(batch, samples)
+    if len(sizes) < 2:
+        raise UserError(f"{samples=} are too few to compare {batch=} with another: give more, or a smaller batch.")
     left = [(size, seed) for seed, size in product(range(seeds), sizes) if f"{size}/{seed}" not in losses]
     for number, (size, seed) in enumerate(left, 1):
         end = {"max_steps": samples // size}

@@ -5,20 +5,23 @@ Tested in tests/test_audit.py.
 
 import copy
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ContextDecorator, ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.nn import Module, RNNBase
 from torch.overrides import TorchFunctionMode
 
+from lightning_ga.dropout import stop_dropping, without_dropout
+
 LOWER = (torch.float32, torch.float16, torch.bfloat16, torch.complex64)
 
 
 @contextmanager
 def in_double(model: Module) -> Iterator[None]:
-    """Put a model into float64 and its dropout off, and put all of it back, also after an error."""
+    """Put a model into float64 and dropout off; put all back, attributes of modules included, also after an error."""
     with ExitStack() as stack:
         stack.callback(torch.set_default_dtype, torch.get_default_dtype())
         torch.set_default_dtype(torch.float64)
@@ -30,18 +33,21 @@ def in_double(model: Module) -> Iterator[None]:
             stack.callback(setattr, tensor, "grad", None)
             tensor.data = tensor.data.to(_double_of(tensor.dtype), copy=True)
         for module in model.modules():
-            stack.callback(vars(module).update, _buffers=copy.copy(module._buffers))  # they may be rebound
-            stack.callback(setattr, module, "training", module.training)
+            # Its buffers may be rebound, and rates of dropout are attributes.
+            stack.callback(vars(module).update, {**vars(module), "_buffers": copy.copy(module._buffers)})
             if isinstance(module, RNNBase):  # it compares the types itself
-                stack.callback(module.register_forward_pre_hook(lambda _, args: _promoted(args)).remove)
-            for name, value in [*vars(module).items()]:
-                if isinstance(value, float) and ("drop" in name or (name == "p" and "Drop" in type(module).__name__)):
-                    stack.callback(setattr, module, name, value)
-                    setattr(module, name, 0.0)
+                stack.callback(
+                    module.register_forward_pre_hook(lambda _, *given: _promoted(given), with_kwargs=True).remove
+                )
+        stop_dropping(model)
+        stack.enter_context(without_dropout())
+        # PyTorch leaves the mode for a backward pass, which may compute activations again.
+        run = Promotion()(torch.autograd.graph._engine_run_backward)
+        stack.enter_context(mock.patch("torch.autograd._engine_run_backward", run))
         yield
 
 
-class Promotion(TorchFunctionMode):
+class Promotion(TorchFunctionMode, ContextDecorator):
     """Functions that get float64 and a lower precision compute in float64; many layers and losses refuse both."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -49,8 +55,8 @@ class Promotion(TorchFunctionMode):
         named = kwargs or {}
         given = (*args, *named.values())
         if any(map(_is_lower, given)) and any(map(_is_double, given)) and not _changes_first(func):
-            args = map(_promoted, args)
-            named = {name: _promoted(value) for name, value in named.items()}
+            args = _promoted(args)
+            named = _promoted(named)
         return func(*args, **named)
 
 
@@ -72,6 +78,8 @@ def _is_double(value: Any) -> bool:
 def _promoted(value: Any) -> Any:
     if type(value) in (list, tuple):  # states and weights of an LSTM
         return type(value)(map(_promoted, value))
+    if type(value) is dict:
+        return dict(zip(value, map(_promoted, value.values())))
     return value.to(_double_of(value.dtype)) if _is_lower(value) else value
 
 

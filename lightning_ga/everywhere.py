@@ -67,5 +67,6 @@ def read(variable: str, given: str) -> dict[str, Any]:
             arguments[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
             counters = import_module("lightning_ga.counters")
-            arguments[name] = getattr(counters, value)() if value in counters.__all__ else value
+            counter = getattr(counters, value, None)
+            arguments[name] = counter() if isinstance(counter, type) else value
     return arguments

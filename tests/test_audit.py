@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from ranks import ddp, on_ranks
 from reference import Regression, Samples, fit
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_ga import AutoAccumulate, UserError
@@ -175,15 +177,17 @@ def test_the_model_is_put_back() -> None:
 
 
 class Tracking(nn.Module):
-    """A buffer that is another tensor after each pass, and a complex parameter."""
+    """A buffer that is another tensor after each pass, a number that counts passes, and a complex parameter."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(1))
         self.complex = nn.Parameter(torch.randn(6, 16, dtype=torch.complex64))
+        self.passes = 0
         self.out = nn.Linear(16, 1)
 
     def forward(self, batch: Tensor) -> Tensor:
+        self.passes += 1
         self.mean = 0.9 * self.mean + 0.1 * batch.mean()
         return self.out((batch.to(torch.complex64) @ self.complex).abs())
 
@@ -199,6 +203,7 @@ def test_gradients_and_tensors_that_were_replaced_are_put_back() -> None:
     assert model.mean.dtype == torch.float32
     assert model.complex.dtype == torch.complex64
     assert model.complex.grad is gradient
+    assert model.passes == 1
 
 
 @pytest.mark.parametrize("is_named", [True, False])
@@ -260,6 +265,61 @@ def test_layers_and_losses_that_refuse_mixed_types_are_audited() -> None:
     assert_accumulates(train, model=model, micro_batches=batches[:8], loss=binary)
 
 
+class Plain(nn.Module):
+    """Two layers, and what is between them."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner, self.out, self.between = nn.Linear(6, 16), nn.Linear(16, 1), between
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.out(self.between(self.inner(batch)))
+
+
+def attention(values: Tensor) -> Tensor:
+    heads = values.unflatten(1, (4, 4))
+    return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.3).flatten(1)
+
+
+@pytest.mark.parametrize("drop", [F.dropout, partial(F.alpha_dropout, training=True), attention])
+def test_functions_that_drop_values_drop_none(drop: Callable[[Tensor], Tensor]) -> None:
+    model, (_, batches) = Plain(drop), task()
+    assert_accumulates(plain(model, batches, window=4), model=model, micro_batches=batches, loss=loss)
+    assert not torch.equal(model(batches[0][:, 1:]), model(batches[0][:, 1:]))
+
+
+def test_layers_may_be_called_by_keyword() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.out = nn.LSTM(6, 5), nn.Linear(5, 1)
+
+        def forward(self, batch: Tensor) -> Tensor:
+            state = torch.zeros(1, 5)
+            return self.out(self.lstm(input=batch, hx=(state, state))[0])
+
+    model, (_, batches) = Model(), task()
+    assert_accumulates(plain(model, batches, window=4), model=model, micro_batches=batches, loss=loss)
+
+
+def test_activations_may_be_computed_again_in_the_backward_pass() -> None:
+    """With data in float32, which a layer in float64 refuses."""
+
+    def checkpointed(model: nn.Module, batch: Tensor) -> Tensor:
+        return F.mse_loss(checkpoint(model, batch[:, 1:], use_reentrant=False), batch[:, :1])
+
+    model, batches = task()
+
+    def train() -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for batch in batches:
+            checkpointed(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert_accumulates(train, model=model, micro_batches=batches, loss=checkpointed)
+
+
 def test_two_optimizers_of_one_backward_pass_are_one_step() -> None:
     model, batches = task()
 
@@ -319,6 +379,13 @@ def test_another_order_of_micro_batches_is_refused() -> None:
     model, batches = task()
     with pytest.raises(UserError, match="but in another order"):
         audit(plain(model, batches, window=4), model=model, micro_batches=batches[::2] + batches[1::2], loss=loss)
+
+
+def test_an_order_that_changes_is_listed_with_the_same_micro_batches() -> None:
+    """A list of two epochs in one order is that of one epoch twice."""
+    model, batches = task((4,) * 8)
+    for listed in (batches + batches[1::2] + batches[::2], 2 * batches):
+        assert_accumulates(plain(model, listed, window=4), model=model, micro_batches=listed, loss=loss)
 
 
 def test_a_step_without_a_new_gradient_carries_the_last_one_over() -> None:

@@ -96,6 +96,7 @@ def test_arguments_are_read():
     read = everywhere.read("LIGHTNING_GA", "normalize=TargetTokens whole=('encoder',) on_oom=raise")
     assert read == {"normalize": TargetTokens(), "whole": ("encoder",), "on_oom": "raise"}
     assert everywhere.read("LIGHTNING_GA", "1") == {}
+    assert everywhere.read("LIGHTNING_GA", "normalize=count_items") == {"normalize": "count_items"}  # refused as a text
     for wrong in ("true", "memory=1GiB", "verify="):
         with pytest.raises(UserError, match="is no ARGUMENT=VALUE of AutoAccumulate, which has effective_batch_size"):
             everywhere.read("LIGHTNING_GA", wrong)

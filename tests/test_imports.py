@@ -10,7 +10,7 @@ import lightning_ga
 
 PACKAGE = Path(lightning_ga.__file__).parent
 LEVELS = (
-    "errors",
+    "errors dropout",
     "plan batch",
     "memory",
     "snapshot",

@@ -9,6 +9,7 @@ from functools import partial
 from math import gcd, prod
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from lightning_ga.batch.pytree import (
@@ -116,6 +117,8 @@ class Layout:
         if isinstance(role, SampleCount):
             start, stop = spans[role.loader]
             count = stop - start
+            if isinstance(node, np.ndarray):
+                return np.full_like(node, count)
             return node.new_tensor(count) if isinstance(node, torch.Tensor) else type(node)(count)
         if role != "fields":
             return node
@@ -194,6 +197,15 @@ def length_of_first(batch: Any) -> int:
         f"How many samples a {name} has is not known: call "
         f"lightning_ga.split.register_splitter({name}, count=…, take=…), also beside a split_batch."
     )
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Counts samples, as ``normalize="samples"`` does: the length of the batch's first tensor, else of a list."""
+
+    def __call__(self, batch: Any) -> int:
+        """Return the samples of a batch."""
+        return length_of_first(batch)
 
 
 def _length(value: Any) -> int | None:

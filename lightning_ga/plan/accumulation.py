@@ -69,7 +69,8 @@ class AccumulationPlan:
             return f"effective batch {effective} = {micro} × {factor} × {ranks} (micro-batch × factor × ranks)"
         if ranks == 1 and factor <= 4:
             return f"effective batch {effective} = {' + '.join(map(str, self.chunks[0]))}, factor {factor}"
-        return f"effective batch {effective} in {factor} micro-batches of at most {micro}{each}, factor {factor}"
+        passes = counted(factor, "micro-batch", "es")
+        return f"effective batch {effective} in {passes} of at most {micro}{each}, factor {factor}"
 
 
 def ceil_div(total: int, parts: int) -> int:
@@ -188,15 +189,15 @@ def plan_accumulation(
 
     The effective batch is kept exactly: chunks shrink and are never padded. A near-equal cut
     keeps the peak low; full chunks plus a remainder would waste the last pass. If the world
-    size does not divide the effective batch, the first ranks have one sample more. A rank
-    whose share is smaller than the factor has chunks of zero samples at its end.
+    size does not divide the effective batch, the first ranks have one sample (or one ``multiple``)
+    more. A rank whose share is smaller than the factor has chunks of zero samples at its end.
 
     Args:
         effective_batch: Samples behind one optimizer step, summed over ranks and chunks.
         micro_batch: Most samples that fit in one forward and backward pass on one rank.
         world_size: Data-parallel ranks; each runs the same number of chunks.
-        multiple: Chunks are multiples of this if ``micro_batch`` is at least as large; the last may have fewer samples
-            if it does not divide the effective batch.
+        multiple: Chunks are multiples of this if ``micro_batch`` is at least as large, and the effective batch has one
+            for each rank; the last may have fewer samples if it does not divide the effective batch.
 
     Raises:
         UserError: If an argument is below one, the effective batch below the number of ranks, or the factor

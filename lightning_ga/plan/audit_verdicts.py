@@ -200,7 +200,7 @@ def _with_clipping(steps: list[AuditStep]) -> list[AuditStep]:
 def _same(weights: Sequence[float], others: Sequence[float], scale: float = 1.0) -> bool:
     """Return whether weights are others times a scale."""
     tolerance = SAME_WEIGHT * max(map(abs, others), default=0.0)
-    return all(abs(weight / scale - other) <= tolerance for weight, other in zip(weights, others))
+    return all(abs(weight - scale * other) <= abs(scale) * tolerance for weight, other in zip(weights, others))
 
 
 def _numbers(weights: Sequence[float]) -> str:

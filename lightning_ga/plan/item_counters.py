@@ -1,9 +1,9 @@
-"""Count the items of a batch that a loss is a mean over: samples, targets, or tokens of an attention mask. Pure.
+"""Count the items of a batch that a loss is a mean over: targets, or tokens of an attention mask. Pure.
 
 Tested in tests/plan/test_window_weights.py.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,20 +25,6 @@ def count_items(normalize: Callable[[Any], Any], batch: Any) -> float:
             f"normalize returned a {type(found).__name__}{shape} for a batch: it has to return one number, how many "
             "items of the batch its loss is a mean over."
         ) from None
-
-
-@dataclass(frozen=True)
-class Samples:
-    """Counts samples: the length of the batch's first tensor, as ``normalize="samples"`` does."""
-
-    def __call__(self, batch: Any) -> int:
-        """Return the samples of a batch."""
-        first = next(arrays_in(batch), None)
-        if first is None:
-            raise UserError(
-                f"normalize=Samples() finds no tensor in a {type(batch).__name__}: give a callable that counts."
-            )
-        return int(first.shape[0])
 
 
 @dataclass(frozen=True)
@@ -64,7 +50,8 @@ class TargetTokens:
     def __call__(self, batch: Any) -> int:
         """Return the number of targets that are not ignored."""
         targets = _pick(batch, self.key)
-        return int(targets[..., int(self.shift) :].ne(self.ignore_index).sum())
+        sequences = targets.unbind() if getattr(targets, "is_nested", False) else [targets]
+        return int(sum((each[..., int(self.shift) :] != self.ignore_index).sum() for each in sequences))
 
 
 @dataclass(frozen=True)
@@ -96,14 +83,3 @@ def _pick(batch: Any, key: str | int) -> Any:
             return getattr(batch, key)
     keys = f" with the keys {sorted(map(str, batch))}" if isinstance(batch, Mapping) else ""
     raise UserError(f"normalize looks for {key!r} in a {type(batch).__name__}{keys}: give the right key=…") from None
-
-
-def arrays_in(batch: Any) -> Iterator[Any]:
-    """Yield the arrays in mappings and sequences, of any library, that have an axis."""
-    if hasattr(batch, "shape") and len(batch.shape):
-        yield batch
-    elif isinstance(batch, Mapping):
-        yield from arrays_in([*batch.values()])
-    elif isinstance(batch, (list, tuple)):
-        for value in batch:
-            yield from arrays_in(value)

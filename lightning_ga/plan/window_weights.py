@@ -63,8 +63,6 @@ class WindowWeights:
 
     def weigh_late(self, count: float, *, factor: int, first: bool, may_be_empty: bool = False) -> None:
         """Weigh the next micro-batch by its count; ``may_be_empty`` is whether there may be none in the window."""
-        if not 0 <= count < float("inf"):
-            raise UserError(f"normalize counted {count} in a micro-batch: a count is a finite number of at least 0.")
         self._begin(count, first=first)
         self.count_may_differ = True
         self.may_be_empty = may_be_empty
@@ -110,6 +108,8 @@ class WindowWeights:
 
     def _begin(self, count: float, *, first: bool) -> None:
         """Begin a micro-batch, and with the first one a window."""
+        if not 0 <= count < float("inf"):
+            raise UserError(f"normalize counted {count} in a micro-batch: a count is a finite number of at least 0.")
         self.count = count
         self.pending = count
         if first:

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_ga.errors import UserError
 from lightning_ga.memory.live_tensors import uncounted
-from lightning_ga.memory.oom import is_out_of_memory, retry_once
+from lightning_ga.memory.oom import attempt, is_out_of_memory, retry_once
 from lightning_ga.snapshot.copies import CONTAINERS, by_id, copies_of, everything_in, is_writable, put_back
 from lightning_ga.snapshot.random_numbers import GENERATORS, RandomState, generators_of
 
@@ -184,7 +184,8 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
     """Return a copy as deep as possible; data, and what cannot be copied (locks, files), stay shared."""
     if isinstance(value, (*_FIXED, *_DATA)) or id(value) in memo:
         return memo.get(id(value), value)
-    is_long = not isinstance(value, (Tensor, np.ndarray)) and length_hint(value) > _LONGEST  # so that it is data
+    length = attempt(length_hint, lambda _: True, value).result or 0  # a ``__len__`` may raise anything
+    is_long = not isinstance(value, (Tensor, np.ndarray)) and length > _LONGEST  # so that it is data
     if is_long:
         return copy.copy(value) if isinstance(value, CONTAINERS) else value
     known = len(memo)

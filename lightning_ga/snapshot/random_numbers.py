@@ -19,8 +19,8 @@ def generator_state(generator: Any) -> Any:
     """Return the state of a generator."""
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
-    if isinstance(generator, random.Random):
-        return generator.getstate()
+    if isinstance(generator, (random.Random, np.random.RandomState)):
+        return generator.__getstate__()  # NumPy's ``get_state`` warns of any bit generator but MT19937
     return generator.get_state()
 
 
@@ -67,8 +67,9 @@ def seed_generator(generator: Any, seed: int) -> None:
     """Seed one generator, of torch, NumPy or Python, with any whole number that is not negative."""
     if isinstance(generator, torch.Generator):
         generator.manual_seed(seed % 2**63)
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = type(generator.bit_generator)(seed).state
+    elif isinstance(generator, (np.random.Generator, np.random.RandomState)):
+        # ``RandomState.seed`` takes MT19937 alone.
+        restore_generator(generator, type(generator._bit_generator)(seed).state)  # type: ignore[union-attr]
     else:
         generator.seed(seed % 2**32)
 

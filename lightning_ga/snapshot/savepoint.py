@@ -5,7 +5,8 @@ kinds of state and no other:
 
 - buffers up to 1 MiB;
 - states of torchmetrics, and what the loop has logged;
-- of the LightningModule's own attributes: lengths of lists, copies of small dictionaries, sets, queues and tensors;
+- of the LightningModule's own attributes: copies of small dictionaries, sets, queues and tensors; lengths of
+  lists, so that entries that were added are removed, but none that were removed come back;
 - how often weights and larger buffers were written to: they are not copied, and ``restore`` names one that has changed.
 """
 

@@ -11,7 +11,7 @@ from reference import Regression, Samples, fit
 from torch.utils.data import DataLoader, default_collate
 
 from lightning_ga import AutoAccumulate, UserError
-from lightning_ga.plan.item_counters import Samples as CountSamples
+from lightning_ga.counters import Samples as CountSamples
 
 DATA = Samples(21)
 

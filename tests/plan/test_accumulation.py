@@ -95,6 +95,9 @@ def test_a_plan_reads_as_a_sentence_and_cannot_be_changed() -> None:
     assert str(plan_accumulation(19, micro_batch=2, world_size=2)) == (
         "effective batch 19 in 5 micro-batches of at most 2 on each of 2 ranks, factor 5"
     )
+    assert str(plan_accumulation(19, micro_batch=10, world_size=2)) == (
+        "effective batch 19 in 1 micro-batch of at most 10 on each of 2 ranks, factor 1"
+    )
     assert str(plan_accumulation(9, micro_batch=2)) == "effective batch 9 in 5 micro-batches of at most 2, factor 5"
     with pytest.raises(AttributeError):
         AccumulationPlan(1, 1, 1, 1, ((1,),)).factor = 2  # type: ignore[misc]

@@ -29,6 +29,7 @@ WHOLE = step(0.25, 0.25, 0.25, 0.25, norm=0.5)
         (step(0.25, 0.0, 0.25, 0.25), "dropped"),
         (step(0.0, 0.0), "dropped"),
         (step(0.5, 0.25, 0.125, 0.125), "other weights"),
+        (step(0.5, -0.5), "other weights"),
         (step(0.1, 0.1, 0.1, 0.1, detail="noise"), "not a combination"),
     ],
 )

@@ -1,5 +1,6 @@
 """Weights, against the mean over the window taken in one go."""
 
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_ga.errors import UserError
-from lightning_ga.plan.item_counters import AttentionMaskTokens, Samples, TargetTokens, count_items
+from lightning_ga.plan.item_counters import AttentionMaskTokens, TargetTokens, count_items
 from lightning_ga.plan.window_weights import WindowWeights
 
 # The counts of a window: one list per rank, all of the same length.
@@ -73,18 +74,31 @@ def test_a_count_that_is_no_number_is_refused(found: Any, words: str) -> None:
     assert count_items(torch.sum, torch.ones(2, 3)) == 6.0
 
 
-@pytest.mark.parametrize("count", [-1, float("nan"), 0])
-def test_a_count_of_which_nothing_is_a_mean_is_refused(count: float) -> None:
-    late, refusal = WindowWeights(world_size=1), f"normalize counted {count} in "
-    with pytest.raises(
-        UserError, match=refusal + ("all micro-batches.*ignore_index" if count == 0 else "a micro-batch")
-    ):
-        late.weigh_late(count, factor=1, first=True)
-        late.reach()
+@pytest.mark.parametrize("count", [-1.0, float("nan"), float("inf")])
+def test_a_count_that_is_no_finite_number_of_items_is_refused(count: float) -> None:
+    """Whether the count of the window is known before its end or not."""
+    weights = WindowWeights()
+    with pytest.raises(UserError, match=f"normalize counted {count} in a micro-batch"):
+        weights.weigh_late(count, factor=1, first=True)
+    with pytest.raises(UserError, match=f"normalize counted {count} in a micro-batch"):
+        weights.weigh_known(count, planned=count, window=8.0, factor=1, first=True)
+
+
+def test_a_window_that_counts_nothing_is_refused() -> None:
+    late = WindowWeights()
+    late.weigh_late(0.0, factor=1, first=True)
+    late.reach()
+    with pytest.raises(UserError, match=r"normalize counted 0 in all micro-batches.*ignore_index"):
         late.close()
 
 
 LABELS = torch.tensor([[5, 7, -100], [8, -100, -100]])
+
+
+def nested(layout: torch.layout) -> torch.Tensor:
+    rows = [torch.tensor([-100, 7]), torch.tensor([5, 8, -100])]
+    with warnings.catch_warnings(action="ignore"):  # a prototype, says PyTorch
+        return torch.nested.nested_tensor(rows, layout=layout)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +111,11 @@ LABELS = torch.tensor([[5, 7, -100], [8, -100, -100]])
         (AttentionMaskTokens(), {"attention_mask": torch.tensor([[1, 1, 0], [1, 0, 0]])}, 3),
         (AttentionMaskTokens(key=0), [torch.tensor([[True, False]])], 1),
         (AttentionMaskTokens(), {"attention_mask": torch.ones(3001, dtype=torch.bfloat16)}, 3001),
-        (Samples(), {"id": torch.tensor(3), "deep": [(torch.zeros(4, 2), torch.zeros(9))]}, 4),
+        (TargetTokens(), {"labels": LABELS.numpy()}, 3),
+        (TargetTokens(shift=True), {"labels": LABELS.numpy()}, 1),
+        (TargetTokens(), {"labels": nested(torch.jagged)}, 3),
+        (TargetTokens(shift=True), {"labels": nested(torch.jagged)}, 2),
+        (TargetTokens(shift=True), {"labels": nested(torch.strided)}, 2),
     ],
 )
 def test_counters_count_what_a_loss_is_a_mean_over(counter: Any, batch: Any, expected: int) -> None:
@@ -109,7 +127,6 @@ def test_counters_count_what_a_loss_is_a_mean_over(counter: Any, batch: Any, exp
     [
         (TargetTokens(), {"target": LABELS, "input_ids": LABELS}, r"'labels' in a dict with the keys \['input_ids'"),
         (TargetTokens(key=2), (LABELS, LABELS), "looks for 2 in a tuple: give the right key"),
-        (Samples(), ["a", "b"], r"normalize=Samples\(\) finds no tensor in a list: give a callable"),
     ],
 )
 def test_what_cannot_be_counted_is_refused_with_the_way_out(counter: Any, batch: Any, message: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -23,6 +24,15 @@ def trial(module: nn.Module, change: Callable[[Any], None]) -> None:
         state.attributes.swap_in_copies()
         change(module)
     state.restore()
+
+
+class Unsized:
+    """Has no length yet."""
+
+    added = 0
+
+    def __len__(self) -> int:
+        raise NotImplementedError("not built yet")
 
 
 class Eventful(nn.Module):
@@ -44,12 +54,24 @@ class Eventful(nn.Module):
         self.alias = [self.net[0].weight]
         self.lock = threading.Lock()
         self.data = DataLoader(TensorDataset(torch.zeros(4)))
+        self.loaders = CombinedLoader([self.data])  # its length raises until it is iterated
+        self.indices = range(10**30)
+        self.unsized = Unsized()
 
 
 def everything(module: Eventful) -> list[str]:
     """All values, as text that can be compared."""
     generators = module.generator.get_state().tolist(), module.numpy_generator.bit_generator.state
-    kept = module.count, module.history, module.nested, module.seen, module.array, module.cached, module.training
+    kept = (
+        module.count,
+        module.unsized.added,
+        module.history,
+        module.nested,
+        module.seen,
+        module.array,
+        module.cached,
+        module.training,
+    )
     tensors = [each.tolist() for each in (*module.parameters(), *module.buffers())]
     parts = *generators, module.python_generator.getstate(), *kept, *tensors
     return [str(part) for part in parts]
@@ -58,6 +80,7 @@ def everything(module: Eventful) -> list[str]:
 def disturb(module: Eventful) -> None:
     module.net(torch.randn(4, 2))
     module.count += 1
+    module.unsized.added += 1
     module.history.append(2)
     module.nested["losses"].append(torch.tensor(3.0))
     module.nested["losses"][0].add_(1)

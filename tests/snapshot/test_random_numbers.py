@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -60,6 +61,25 @@ def test_what_was_drawn_is_drawn_again(name: str, before: list[str], attempt: li
         assert again.is_current()
         assert drawn() == first
         assert not again.is_current()
+
+
+@pytest.mark.parametrize("bits", [np.random.MT19937, np.random.PCG64, np.random.Philox])
+@pytest.mark.parametrize("kind", [np.random.RandomState, np.random.Generator])
+def test_generators_of_numpy_are_seeded_and_put_back_with_any_bit_generator(bits: Any, kind: Any) -> None:
+    """Also in the middle of a pair of normal numbers, of which the old kind keeps the second one."""
+    generator = kind(bits(3))
+    generator.standard_normal()
+    state = RandomState([generator])
+    first = generator.standard_normal(3).tolist()
+    seeded = []
+    for _ in range(2):
+        assert not state.is_current()
+        reseed(5, [generator])
+        seeded.append(generator.standard_normal(3).tolist())
+        state.restore()
+        assert state.is_current()
+        assert generator.standard_normal(3).tolist() == first
+    assert seeded[0] == seeded[1] != first
 
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu", "mps"])

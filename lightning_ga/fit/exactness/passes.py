@@ -7,7 +7,6 @@ Tested in tests/fit/exactness/test_measure.py.
 """
 
 import pickle
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from io import BytesIO
@@ -23,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_ga.compat import ranks
 from lightning_ga.compat.patching import replaced, shadowed
 from lightning_ga.compat.steps import PassPlace, isolated, run_pass
+from lightning_ga.dropout import stop_dropping, without_dropout
 from lightning_ga.fit.exactness.differences import Gradient
 from lightning_ga.memory.live_tensors import LiveTensorMeter, compiled_run_eagerly, uncounted
 from lightning_ga.snapshot.copies import checksums, copied_if_possible, is_metric, is_writable
@@ -32,10 +32,6 @@ from lightning_ga.snapshot.savepoint import LIGHTNINGS_OWN
 PERTURBATION = 1e-2  # how far weights are moved: even a teacher of momentum 0.9999 then changes by more than rounding
 _SMALL = 2**16  # elements of a tensor that gets noise
 _LONGEST = 1000  # longer containers are data: only their length is compared
-_DROPPING = "dropout|droppath|dropblock|stochasticdepth|layerdrop"  # in names of layers that drop values
-_RATES_OF_DROPPING = ("p", "prob", "rate", "drop_prob")  # attributes of such layers
-_RATES = "dropout|layerdrop"  # in names of attributes of any layer
-_FUNCTIONS = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
 _SINGLE = 1e-4  # of single precision, and of any that is not named below
 # With float64 weights, a loss may still be computed in single precision: its own rounding is allowed for.
 _ROUNDING = {torch.float64: 1e-6, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -54,7 +50,7 @@ def passes_of(trainer: Any, *, plain: bool, begins: bool, in_step: bool = False)
         stack.enter_context(replaced(torch.backends.cudnn, allow_tf32=False))
         if plain and hasattr(trainer.precision_plugin, "autocast_context_manager"):  # it would hide differences
             stack.enter_context(shadowed(trainer.precision_plugin, "forward_context", nullcontext))
-        stack.enter_context(_without_dropout())
+        stack.enter_context(without_dropout())
         stack.enter_context(ranks.in_single_group())
         yield Passes(trainer, restore, in_step=in_step)
 
@@ -79,7 +75,7 @@ class Passes:
     def begin(self, seed: int = 0) -> None:
         """Put everything back, move the weights, and seed all random numbers."""
         self._restore()
-        _stop_dropping(self.module)
+        stop_dropping(self.module)
         _perturb(self._trained)
         self._begin_pass(seed)
 
@@ -233,46 +229,3 @@ def rounding(trainer: Any, *, plain: bool = True) -> float:
     if not plain and hasattr(trainer.precision_plugin, "autocast_context_manager"):
         kinds.add(torch.bfloat16 if "bf16" in str(trainer.precision) else torch.float16)
     return max((_ROUNDING.get(kind, _SINGLE) for kind in kinds), default=_SINGLE)
-
-
-def _stop_dropping(module: Module) -> None:
-    """Set the rates of all layers that drop values to zero: dropout, stochastic depth, attention, RNNs.
-
-    The rates are plain attributes, which the isolation puts back.
-    """
-    for part in module.modules():
-        for name, value in list(vars(part).items()):
-            if isinstance(value, float) and 0 < value <= 1 and _is_rate(type(part), name):
-                vars(part)[name] = 0.0
-
-
-def _is_rate(layer: type, name: str) -> bool:
-    """Return whether an attribute of a layer of this type is the share of values that it drops."""
-    if name in _RATES_OF_DROPPING:
-        return re.search(_DROPPING, layer.__name__.lower()) is not None
-    return re.search(_RATES, name) is not None
-
-
-@contextmanager
-def _without_dropout() -> Iterator[None]:
-    """Return a context in which the functions of ``torch.nn.functional`` drop nothing, also in a backward pass."""
-    called = functional._VF  # type: ignore[attr-defined]  # these functions call it
-    names = [name for base in _FUNCTIONS for name in (base, f"{base}_")]
-    stock = functional.scaled_dot_product_attention
-
-    def attend(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        *rest: Any,
-        **named: Any,
-    ) -> Tensor:
-        return stock(query, key, value, attn_mask, 0 * dropout_p, *rest, **named)
-
-    with (
-        replaced(called, **dict.fromkeys(names, lambda values, *_: values)),
-        replaced(functional, scaled_dot_product_attention=attend),
-    ):
-        yield
