@@ -137,7 +137,8 @@ class Prober:
         """Try a known limit; ``None`` unless it is still valid, on all ranks."""
         limit = whole_multiples(self._training.smallest(min(known.limit, high)), self._training.multiple)
         self._training.see_gradients()
-        self._training.warm_up()
+        if not self._is_warmed_up():
+            return None
         trial = self._trials.run(limit, record=False, lenient=True).trial
         if limit != known.limit:  # what was timed may be larger
             known = replace(known, peak_bytes=trial.peak_bytes, fastest=None, timings=())
