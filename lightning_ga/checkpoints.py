@@ -108,7 +108,7 @@ def newest_checkpoint(folder: str | Path) -> Path | None:
     Raises:
         UserError: If there are checkpoints, and none of them is whole.
     """
-    paths = sorted(Path(folder).rglob("*.ckpt"))
+    paths = sorted(Path(folder).expanduser().rglob("*.ckpt"))
     ages: dict[Path, tuple[int, int]] = {}  # in optimizer steps, then by the clock
     for path in paths:
         steps = resumable_steps(path)
