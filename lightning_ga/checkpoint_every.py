@@ -34,7 +34,8 @@ class CheckpointEvery(Callback):
     After SIGTERM on any rank (a spot instance's notice, a machine that joins) all ranks save at the end of the window
     and end together. Lightning's own handler exchanges a value between ranks at any moment, and then they hang.
 
-    Data that are cut in the step cannot continue within an epoch, so they are saved at its end, if one is due.
+    Data that are cut in the step cannot continue within an epoch, so they are saved at its end, if one is due; SIGTERM
+    within an epoch saves nothing.
 
     If training goes back to an earlier step in this folder, checkpoints of later steps become ``step-N.ckpt.ahead``.
 
