@@ -57,7 +57,7 @@ class CheckpointEvery(Callback):
         self._every = int(match[1]) * UNITS[match[2]]
         self._is_time = match[2] != ""
         if "://" in str(dirpath):
-            raise UserError(f"{dirpath=} must be a folder that all hosts mount: copy checkpoints from there to a bucket.")
+            raise UserError(f"{dirpath=} must be a folder that all hosts mount: copy files from there to a bucket.")
         self._folder = Path(dirpath).expanduser()
         self._writer = BackgroundWriter()
         self._facts: dict[str, Any] = {}
