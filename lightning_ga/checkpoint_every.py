@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lightning_ga.checkpoints import PART, AtomicCheckpointIO, write_whole
+from lightning_ga.checkpoints import PART, RECORD, AtomicCheckpointIO, write_whole
 from lightning_ga.compat import patching, ranks
 from lightning_ga.compat.patching import Callback
 from lightning_ga.errors import UserError
@@ -34,7 +34,8 @@ class CheckpointEvery(Callback):
     After SIGTERM on any rank (a spot instance's notice, a machine that joins) all ranks save at the end of the window
     and end together. Lightning's own handler exchanges a value between ranks at any moment, and then they hang.
 
-    Data that are cut in the step cannot continue within an epoch, so they are saved at its end, if one is due.
+    Data that are cut in the step cannot continue within an epoch, so they are saved at its end, if one is due; SIGTERM
+    within an epoch saves nothing.
 
     If training goes back to an earlier step in this folder, checkpoints of later steps become ``step-N.ckpt.ahead``.
 
@@ -45,8 +46,8 @@ class CheckpointEvery(Callback):
         every: A number of windows (optimizer steps), or a time such as ``"30s"`` or ``"5min"``.
 
     Raises:
-        UserError: If ``every`` is neither, or as training starts from a checkpoint of other data or another batch, or
-            from different checkpoints on different ranks.
+        UserError: If ``every`` is neither, or ``dirpath`` is a URL; or as training starts from a checkpoint of other
+            data or another batch, or from different checkpoints on different ranks.
     """
 
     def __init__(self, dirpath: str | Path, every: int | str = 20) -> None:
@@ -55,7 +56,9 @@ class CheckpointEvery(Callback):
             raise UserError(f"{every=} is neither a number of windows nor a time: write 20, '30s' or '5min'.")
         self._every = int(match[1]) * UNITS[match[2]]
         self._is_time = match[2] != ""
-        self._folder = Path(dirpath)
+        if "://" in str(dirpath):
+            raise UserError(f"{dirpath=} must be a folder that all hosts mount: copy files from there to a bucket.")
+        self._folder = Path(dirpath).expanduser()
         self._writer = BackgroundWriter()
         self._facts: dict[str, Any] = {}
 
@@ -119,8 +122,8 @@ class CheckpointEvery(Callback):
         with patching.replaced(trainer.strategy, checkpoint_io=self._writer), ranks.uncounted_collectives():
             trainer.save_checkpoint(part, weights_only=False)
         if trainer.is_global_zero and part.is_dir():  # of shards, which are written
-            part.replace(whole_name(part))
-            keep_latest(whole_name(part))
+            remove(whole_name(part))  # of a training that has gone back: no folder replaces another
+            keep_latest(part.replace(whole_name(part)))
         self._note_saved()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -200,6 +203,7 @@ def keep_latest(written: Path) -> None:
 def remove(path: Path) -> None:
     """Remove a file or a folder, if there is one."""
     if path.is_dir():
+        (path / RECORD).unlink(missing_ok=True)  # a folder that is removed by half is not whole
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)

@@ -29,6 +29,7 @@ PART = ".part"  # suffix of a file that is being written; a search for the last 
 RECORD = "meta.pt"  # of a sharded checkpoint: Lightning writes it after all shards (strategies/fsdp.py, 2.6.6)
 PLAIN = (NoneType, bool, int, float, complex, str, bytes, Tensor, Parameter, torch.dtype, torch.device, torch.Size)
 HYPERPARAMETERS = {"hyper_parameters", "datamodule_hyper_parameters"}
+TYPES = {"hparams_type", "datamodule_hparams_type"}  # of hyperparameters that are a configuration of OmegaConf
 
 
 class AtomicCheckpointIO(TorchCheckpointIO, LegacyTorchCheckpointIO):
@@ -36,7 +37,8 @@ class AtomicCheckpointIO(TorchCheckpointIO, LegacyTorchCheckpointIO):
 
     Remote paths are left to Lightning. Hyperparameters are left out, and named once, if they are not made of plain
     values and tensors alone, which ``weights_only=True`` loads; partials and classes, such as an optimizer of a
-    configuration, without a word: nothing that was trained is in them.
+    configuration, without a word: nothing that was trained is in them. A configuration of OmegaConf is loaded as a
+    dictionary with attributes.
     """
 
     def __init__(self) -> None:
@@ -63,6 +65,8 @@ class AtomicCheckpointIO(TorchCheckpointIO, LegacyTorchCheckpointIO):
                     loadable[group][name] = value
                 elif not isinstance(value, partial | type):
                     left_out.add((group, str(name)))
+        for kind in TYPES & checkpoint.keys():
+            loadable[kind] = "AttributeDict"  # what Lightning makes of any text (core/saving.py, 2.6.6)
         left_out -= self._left_out
         if left_out:
             self._left_out |= left_out
@@ -108,7 +112,7 @@ def newest_checkpoint(folder: str | Path) -> Path | None:
     Raises:
         UserError: If there are checkpoints, and none of them is whole.
     """
-    paths = sorted(Path(folder).rglob("*.ckpt"))
+    paths = sorted(Path(folder).expanduser().rglob("*.ckpt"))
     ages: dict[Path, tuple[int, int]] = {}  # in optimizer steps, then by the clock
     for path in paths:
         steps = resumable_steps(path)

@@ -33,10 +33,11 @@ def trainer_arguments(environment: Mapping[str, str] = os.environ) -> dict[str, 
         return {"devices": 1, "num_nodes": 1, "strategy": "auto"}
     world_size = int(environment["WORLD_SIZE"])
     devices = int(environment["LOCAL_WORLD_SIZE"])
-    if world_size % devices:
+    agents = int(environment.get("GROUP_WORLD_SIZE", world_size // devices))
+    if agents * devices != world_size:
         raise UserError(
-            f"WORLD_SIZE={world_size} is no multiple of LOCAL_WORLD_SIZE={devices}: start all agents with the same "
-            "--nproc-per-node."
+            f"WORLD_SIZE={world_size} is not GROUP_WORLD_SIZE={agents} times LOCAL_WORLD_SIZE={devices}: start all "
+            "agents with the same --nproc-per-node."
         )
     strategy = "ddp" if world_size > 1 else "auto"
-    return {"devices": devices, "num_nodes": world_size // devices, "strategy": strategy}
+    return {"devices": devices, "num_nodes": agents, "strategy": strategy}

@@ -82,6 +82,15 @@ def test_an_interval_is_windows_or_a_time(every):
         CheckpointEvery(".", every)
 
 
+def test_checkpoints_are_written_to_a_folder(tmp_path, monkeypatch):
+    """It may be below the home of the user; of a bucket is said that it is none."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    fit(CheckpointEvery("~/run", 2))
+    assert newest_checkpoint("~/run") == tmp_path / "run" / "step-4.ckpt"
+    with pytest.raises(UserError, match="dirpath='s3://bucket/run' must be a folder that all hosts mount: copy"):
+        CheckpointEvery("s3://bucket/run")
+
+
 def test_the_last_two_checkpoints_are_kept_and_continue_the_run(tmp_path, micro_batching):
     """Each is the state at the end of a window: weights and buffers of the same moment."""
     whole = fit(CheckpointEvery(tmp_path, 2), epochs=2, micro_batching=micro_batching)

@@ -15,6 +15,7 @@ import pytorch_lightning
 import torch
 from command_lines import TINY
 from forks import forked
+from omegaconf import OmegaConf
 from torch import nn
 
 from lightning_ga import AtomicCheckpointIO, UserError
@@ -118,6 +119,26 @@ def test_hyperparameters_that_do_not_load_are_left_out(tmp_path):
     assert same_values(saved["hyper_parameters"], plain)
     assert saved["datamodule_hyper_parameters"] == {}
     assert given.keys() == {*plain, "optimizer", "net", "scheduler"}
+
+
+class Configured(pl.LightningModule):
+    """Reads its configuration by attributes."""
+
+    def __init__(self, configuration: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters(configuration)
+        self.line = nn.Linear(1, configuration.width)
+
+
+def test_a_configuration_of_omegaconf_loads(tmp_path):
+    """With attributes, as Lightning gives it to the module."""
+    saver, path = AtomicCheckpointIO(), tmp_path / "a.ckpt"
+    module = Configured(OmegaConf.create({"width": 3}))
+    trainer = pl.Trainer(accelerator="cpu", logger=False, plugins=[saver], enable_checkpointing=False)
+    trainer.strategy.connect(module)
+    trainer.save_checkpoint(path)
+    assert torch.load(path, weights_only=True)["hyper_parameters"] == {"width": 3}
+    assert Configured.load_from_checkpoint(path).hparams.width == 3
 
 
 @pytest.mark.parametrize(

@@ -97,10 +97,11 @@ class Prober:
         measured = self._meter.run(self._training.first_pass, tried, budget=self._trials.prepare()[1], record=True)
         trace = measured.traces[-1]
         bound = None
+        owned = self._training.owned()
+        is_sparse = any(gradient.is_sparse for gradient in owned[GRADIENTS])  # then states may be as large as weights
         if measured.failure is not None:
             release(measured.failure)  # a search follows, and meets it again
-        elif trace.marks and self._training.updates_in_proportion():  # a mark: there was a backward pass
-            owned = self._training.owned()
+        elif trace.marks and self._training.updates_in_proportion() and not is_sparse:  # a mark: of a backward pass
             gradients = bytes_of(owned[GRADIENTS])
             owned_bytes = bytes_of(chain(*owned.values()))
             bound = most_bytes(trace, samples, peak=measured.peak_bytes, owned=owned_bytes, gradients=gradients)
@@ -136,7 +137,8 @@ class Prober:
         """Try a known limit; ``None`` unless it is still valid, on all ranks."""
         limit = whole_multiples(self._training.smallest(min(known.limit, high)), self._training.multiple)
         self._training.see_gradients()
-        self._training.warm_up()
+        if not self._is_warmed_up():
+            return None
         trial = self._trials.run(limit, record=False, lenient=True).trial
         if limit != known.limit:  # what was timed may be larger
             known = replace(known, peak_bytes=trial.peak_bytes, fastest=None, timings=())

@@ -18,7 +18,7 @@ from lightning_ga.compat.steps import FIRST_OF_WINDOW, LAST_OF_WINDOW, PassPlace
 from lightning_ga.errors import UserError
 from lightning_ga.loading.trial_batches import TrialBatches
 from lightning_ga.memory.device import synchronize, total_memory
-from lightning_ga.memory.oom import attempt, may_be_out_of_memory
+from lightning_ga.memory.oom import attempt, is_out_of_memory, may_be_out_of_memory
 from lightning_ga.plan.accumulation import ceil_div
 from lightning_ga.plan.config import Options
 from lightning_ga.plan.records import Fits, ProbeResult, Recomputed, Timing
@@ -100,7 +100,7 @@ def find_limit(
         is_new = found.source != "cache"
         if is_new:
             found = replace(found, recomputed=recomputed)
-        if is_new and options.objective == "throughput":
+        if options.objective == "throughput" and not training.agree(found.fastest is not None):
             timings = timed_windows(training, rank_samples=setup.rank_samples, limit=found.limit)
             found = replace(found, timings=timings, fastest=fastest(timings))
         if setup.sizes is not None:  # also from the cache, whose key does not tell how large smaller samples are
@@ -173,14 +173,16 @@ def choose_recomputed(setup: TrainingSetup, options: Options, without: DoesNotFi
 def _chosen_within(budget: Budget, training: ProbedTrainer, root: Candidate, size: int) -> ChosenSet:
     """Return the submodules that are computed again so that a step of so many samples fits; raise if no set does.
 
-    The first step with an optimizer needs less memory than later ones, so its state is made before.
+    The first step with an optimizer needs less memory than later ones, so its state is made before; if the optimizer
+    refuses gradients of zeros, in the first trial.
     """
     trials = Trials(training, StepMeter(training.device, training), budget.asked)
     with trials.running():
-        warmed = attempt(training.warm_up).failure is None
+        failure = attempt(training.warm_up, lambda error: isinstance(error, Exception)).failure
+        has_room = failure is None or not is_out_of_memory(failure)
         alive, budget_bytes = trials.prepare()
         budget_bytes = training.smallest(budget_bytes)
-        if not training.agree(warmed and alive <= budget_bytes):
+        if not training.agree(has_room and alive <= budget_bytes):
             what = "The model, its gradients and its optimizer's states, which checkpointing cannot lower, take"
             raise budget.shortage(what, alive, budget_bytes)
 

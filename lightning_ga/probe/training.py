@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from itertools import chain
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ class ProbedTraining:
 
     def __init__(self) -> None:
         self.reached_all = True  # whether the last step has reached all parameters that were assumed to have a gradient
-        self._stepping: WeakSet[Optimizer] = WeakSet()
+        self._stepping: WeakKeyDictionary[Optimizer, set[Any]] = WeakKeyDictionary()  # with keys of whole states
         self._warm: list[tuple[Optimizer, dict[Any, Any]]] = []
 
     def step(self, samples: int, meter: StepRecorder) -> object:
@@ -87,9 +87,9 @@ class ProbedTraining:
         """Forget the state that optimizers made, and what else is known of a limit that does not hold any more."""
         self._warm = []
 
-    def note(self, optimizer: Optimizer) -> None:
-        """Remember an optimizer that steps."""
-        self._stepping.add(optimizer)
+    def note(self, optimizer: Optimizer, *_: object) -> None:
+        """Remember an optimizer, before and after it steps, and of which parameters it has a whole state."""
+        self._stepping[optimizer] = set(optimizer.state)
 
     def lend(self) -> None:
         """Give optimizers the kept state. Keep no reference: what a step replaces must be freed."""
@@ -105,7 +105,9 @@ class ProbedTraining:
         After a failed step that nothing resets, the parameters have gradients if they had some before (``graded``).
         """
         self._warm = []
-        for optimizer in self._stepping:
+        for optimizer, whole in self._stepping.items():
+            for key in optimizer.state.keys() - whole:  # memory may have run out while it was made
+                del optimizer.state[key]
             states = {key: copy(state) for key, state in optimizer.state.items()}
             self._warm.append((optimizer, states))
         if self.reset():

@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from math import inf
 
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_ga.memory.device import enforced_budget, lifted_budget
 from lightning_ga.memory.oom import is_ambiguous_out_of_memory, is_out_of_memory, release
@@ -67,13 +67,12 @@ class Trials:
         self._collects = collects
         if not self._meter.deadly:  # tensors that nobody refers to use memory of the device
             gc.collect()
-        hook = register_optimizer_step_pre_hook(self._on_optimizer_step)
-        with older_objects_frozen():
+        before_steps = register_optimizer_step_pre_hook(self._on_optimizer_step)
+        with before_steps, register_optimizer_step_post_hook(self._training.note), older_objects_frozen():
             try:
                 with enforced_budget(self._meter.device, self._asked):
                     yield
             finally:
-                hook.remove()
                 if self._meter.allocator is not None:
                     self._meter.allocator.stop()
                 if collects:

@@ -7,7 +7,6 @@ Tested in tests/recompute/test_wrapper.py.
 """
 
 from collections.abc import Iterable
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,16 +15,12 @@ from torch.nn import Module
 
 from lightning_ga.errors import UserError
 from lightning_ga.snapshot.copies import CONTAINERS, checksums, copies_of, everything_in, is_writable, put_back
+from lightning_ga.snapshot.isolation import attributes_of
 from lightning_ga.snapshot.random_numbers import GENERATORS, global_generators
 
 SMALL = 2**18  # bytes of a tensor or array that is copied; a larger tensor must not change
 _LONGEST = 1000  # entries of a container that is looked into: those of longer ones are data
 _LEFT = {*vars(Module()), "forward"} - {"_buffers"}  # attributes whose values a forward pass does not set
-_LIBRARIES = ("torch", "lightning", "pytorch_lightning", "numpy")
-_NO_OBJECTS = (
-    *(Tensor, np.ndarray, Module, *GENERATORS, *CONTAINERS, tuple),
-    *(type, FunctionType, MethodType, BuiltinFunctionType, ModuleType),
-)  # values of which no attributes are kept
 
 
 class StateBefore:
@@ -69,7 +64,7 @@ class ForwardEffects:
             own = vars(part)
             found.append(own)
             values += [own[name] for name in own.keys() - _LEFT]
-        found += filter(_is_restorable, everything_in(values, _opened, longest=_LONGEST))
+        found += filter(_is_restorable, everything_in(values, attributes_of, longest=_LONGEST))
         return found
 
     def _unchanging(self) -> dict[str, Tensor]:
@@ -90,13 +85,6 @@ class ForwardEffects:
                     f"({self._watched[name].nbytes:,} bytes): change it outside of the forward pass, or leave "
                     f"{self._name} out."
                 )
-
-
-def _opened(value: Any) -> Iterable[Any]:
-    """Return the dictionary of attributes of an object of a class of the user's own; nothing of anything else."""
-    is_users = type(value).__module__.split(".")[0] not in _LIBRARIES
-    is_object = hasattr(value, "__dict__") and not isinstance(value, _NO_OBJECTS)
-    return (vars(value),) if is_users and is_object else ()
 
 
 def _is_restorable(value: Any) -> bool:

@@ -31,9 +31,12 @@ from lightning_ga.snapshot.random_numbers import GENERATORS, RandomState, genera
 
 _TABLES = vars(Module()).keys() - {"training"}  # of tensors, children and hooks: no deep copies
 _LONGEST = 1000  # longer containers are data: their contents are not copied
+_LIBRARIES = ("torch", "lightning", "pytorch_lightning", "numpy")
+_CODE = (type, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
+_NO_OBJECTS = (Tensor, np.ndarray, Module, *GENERATORS, *CONTAINERS, tuple, *_CODE)  # their attributes are not kept
 _FIXED = (
     *(bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, inspect.Signature),
-    *(type, FunctionType, MethodType, BuiltinFunctionType, ModuleType),
+    *_CODE,
 )  # what a step cannot change
 _DATA = (Dataset, DataLoader)  # trials only read them
 
@@ -71,7 +74,7 @@ class ModuleState:
                 tensors.append(gradient)
         stepped: list[Any] = []  # containers are refilled and tensors written in place: LBFGS keeps lists of tensors
         if steps:
-            stepped += filter(_may_change, everything_in(stepping, _opened))
+            stepped += filter(_may_change, everything_in(stepping, attributes_of))
         tensors += filter(torch.is_tensor, stepped)
         with uncounted():
             self._values = TensorValues(tensors)
@@ -119,10 +122,12 @@ class TensorValues:
                 tensor.requires_grad_(requires_grad)
 
 
-def _opened(value: Any) -> Iterable[Any]:
-    """Return the dictionary of attributes of an optimizer or a schedule; nothing of anything else."""
+def attributes_of(value: Any) -> Iterable[Any]:
+    """Return the dictionary of attributes of an optimizer, a schedule, or an object of a class of the user's own."""
     is_stepping = isinstance(value, (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler))
-    return (vars(value),) if is_stepping else ()
+    is_users = type(value).__module__.split(".")[0] not in _LIBRARIES
+    is_object = hasattr(value, "__dict__") and not isinstance(value, _NO_OBJECTS)
+    return (vars(value),) if is_stepping or (is_users and is_object) else ()
 
 
 def _may_change(value: Any) -> bool:

@@ -97,6 +97,25 @@ def test_what_does_not_fit_trains_with_the_same_gradient(mode: str, oracle: list
     assert len({float(part.calls) for part in module.modules() if isinstance(part, Block)}) == 1
 
 
+class Refusing(torch.optim.SGD):
+    """Refuses gradients of zeros."""
+
+    def step(self, closure: Any = None) -> Any:
+        value = closure()
+        if not any(parameter.grad.any() for parameter in self.param_groups[0]["params"]):
+            raise RuntimeError("the gradient vanished")
+        super().step()
+        return value
+
+
+def test_what_is_computed_again_is_chosen_without_a_step_on_gradients_of_zeros(oracle: list[Tensor]) -> None:
+    module = Deep()
+    module.configure_optimizers = lambda: Refusing(module.parameters(), lr=module.lr)  # type: ignore[method-assign]
+    _, callback = train_within(TOO_LITTLE, checkpoint="auto", module=module)
+    assert worst_error(module.all_gradients, oracle) <= 1e-12
+    assert callback.probe.recomputed is not None
+
+
 def test_nothing_is_computed_again_while_one_sample_fits(oracle: list[Tensor]) -> None:
     module, callback = train_within("700KiB", checkpoint="auto")
     assert callback.probe.recomputed is None

@@ -115,6 +115,26 @@ def test_of_an_optimizer_that_is_not_pytorchs_a_step_is_measured() -> None:
     assert callback.probe.peak_bytes > 4 * 1000 * 1000 * len([*module.parameters()])
 
 
+def test_of_sparse_gradients_a_step_is_measured() -> None:
+    """Their optimizer's state is as large as the whole weight, which the rows of a pass do not show."""
+
+    class Lookup(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.nn.Embedding(1000, 16, sparse=True)
+
+        def training_step(self, words: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            return self.table(words).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SparseAdam(self.parameters())
+
+    callback = AutoAccumulate(cache=False)
+    fit(DataLoader(torch.arange(64), batch_size=32), callback, module=Lookup(), max_epochs=1)
+    assert callback.fits is None
+    assert callback.probe.peak_bytes > 3 * 4 * 1000 * 16
+
+
 @pytest.mark.loader_only(reason="its micro-batches are larger than the loader's batches")
 def test_the_limit_is_exact_where_a_window_does_not_fit() -> None:
     """By one step more than if it is looked for at once; training at the limit fits, and one sample more does not."""

@@ -160,6 +160,26 @@ def test_an_error_deletes_what_is_remembered() -> None:
     assert (found.source, found.limit) == ("probe", known.limit)
 
 
+@pytest.mark.parametrize("error", [RuntimeError("vanished"), torch.OutOfMemoryError("out of memory")])
+def test_a_limit_is_looked_for_again_if_a_gradient_of_zeros_is_refused(error: Exception) -> None:
+    """Without a state of the optimizer, no single step verifies it; the first step of a search makes it."""
+
+    class Refusing(torch.optim.Adam):
+        def step(self, closure: Any = None) -> Any:
+            value = closure()
+            if not any(parameter.grad.any() for parameter in self.param_groups[0]["params"]):
+                raise error
+            super().step()
+            return value
+
+    class Refused(Wide):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return Refusing(self.parameters(), lr=1e-3)
+
+    first, second = (run(Refused()).probe for _ in range(2))
+    assert (second.source, second.limit) == ("probe", first.limit)
+
+
 def test_the_smallest_of_the_fast_sizes_is_taken_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """With its timings, under ``objective="throughput"``."""
     now = [0.0]
@@ -198,9 +218,11 @@ def test_a_checkpoint_is_asked_for_what_its_objective_has_found(saved: str, resu
 
 
 def test_what_was_timed_does_not_outlive_a_smaller_limit() -> None:
+    """Windows are timed again, up to that limit."""
     first = run(objective="throughput").probe
     assert first is not None
     assert first.fastest is not None
     found = run(objective="throughput", max_micro_batch_size=3).probe
     assert found is not None
-    assert (found.limit, found.fastest or 3, found.source) == (3, 3, "cache")
+    assert (found.limit, found.source) == (3, "cache")
+    assert found.fastest in [timing.micro_batch_size for timing in found.timings] != []

@@ -110,10 +110,11 @@ def continued(checkpoints: Path, max_steps: int) -> list[torch.Tensor]:
 
 
 def test_sharded_checkpoints_continue_on_other_numbers_of_ranks(tmp_path: Path) -> None:
-    """In mid-epoch, on two ranks, then three; the last two are kept, whole."""
+    """In mid-epoch, on two ranks, then three; the last two are kept, whole. They replace what another training left."""
     windows = [w for epoch in range(2) for w in cut(permutation(53, 7, epoch), 16)]
     gradients = on_ranks(continued, tmp_path / "two", tmp_path / "checkpoints", 3)[0]
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-2.ckpt", "step-3.ckpt"]
+    (tmp_path / "checkpoints" / "step-4.ckpt" / "left").mkdir(parents=True)
     gradients += on_ranks(continued, tmp_path / "three", tmp_path / "checkpoints", 8, ranks=3)[0]
     assert worst_error(gradients, plain_loop(Samples(53), windows)) <= 1e-12
 

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from copy import deepcopy
 from unittest.mock import Mock
 
 import pytest
@@ -131,6 +132,28 @@ def test_batch_norm_needs_two_samples() -> None:
     assert find_micro_batch(batch_norm(), high=64, budget="2.11MiB", device="cpu").limit == 2
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         find_micro_batch(batch_norm(), high=1, device="cpu")
+
+
+@pytest.mark.parametrize("resets", [False, True])
+def test_a_state_that_is_half_made_as_memory_runs_out_is_given_to_no_later_step(resets: bool) -> None:
+    """Adam makes its state in a step of two samples, which is one too many; the limit is that of one sample alone."""
+    model = nn.Linear(100, 100)
+    optimizer = torch.optim.Adam(model.parameters())
+    before = deepcopy(optimizer.state_dict())
+
+    def step(samples: int) -> None:
+        inputs = torch.ones(samples, 31_500)
+        model(inputs[:, :100]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def reset() -> None:
+        optimizer.load_state_dict(before)
+        optimizer.zero_grad()
+
+    found = find_micro_batch(step, high=4, budget="395kB", device="cpu", reset=reset if resets else None)
+    assert found.limit == 1
+    assert not found.trials[0].fits
 
 
 @pytest.mark.parametrize("budget", [1, "270KiB"])

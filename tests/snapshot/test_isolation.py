@@ -121,3 +121,24 @@ def test_a_trial_never_works_on_the_original_state_because_memory_ran_out_for_a_
     plain.add_modules([Eventful()])
     with out_of_memory_at(1), pytest.raises(torch.OutOfMemoryError):
         plain.swap_in_copies()
+
+
+class Preconditioner:
+    """Second moments, and how many there were."""
+
+    def __init__(self) -> None:
+        self.moments = torch.zeros(2)
+        self.count = 0
+
+
+def test_objects_in_the_state_of_an_optimizer_are_undone() -> None:
+    """Their tensors in place, so that the optimizer's state holds the same objects as before."""
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight])
+    own = optimizer.state[weight]["own"] = Preconditioner()
+    state = ModuleState([nn.ParameterList([weight])], [optimizer], shared=[], steps=True)
+    own.moments += 1
+    own.count += 1
+    state.restore()
+    assert optimizer.state[weight] == {"own": own}
+    assert (own.moments.tolist(), own.count) == ([0, 0], 0)
