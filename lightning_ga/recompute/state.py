@@ -6,7 +6,7 @@ of objects of the user's own. Iterators and objects with ``__slots__`` are not.
 Tested in tests/recompute/test_wrapper.py.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.nn import Module
 
 from lightning_ga.errors import UserError
 from lightning_ga.snapshot.copies import CONTAINERS, checksums, copies_of, everything_in, is_writable, put_back
-from lightning_ga.snapshot.random_numbers import GENERATORS, global_generators
+from lightning_ga.snapshot.random_numbers import GENERATORS, generators_in, global_generators
 
 SMALL = 2**18  # bytes of a tensor or array that is copied; a larger tensor must not change
 _LONGEST = 1000  # entries of a container that is looked into: those of longer ones are data
@@ -55,11 +55,11 @@ class ForwardEffects:
         self._sums: list[int | None] = []
 
     def before_call(self, given: Iterable[Any] = ()) -> StateBefore:
-        """Return the state as a call begins, and that of generators among its arguments."""
+        """Return the state as a call begins, and that of generators in its arguments."""
         self._calls += 1
         self._watched = self._unchanging() if self._calls.bit_count() == 1 else {}
         self._sums = checksums(self._watched.values())
-        return StateBefore([*global_generators(), *self._changeable(), *given])
+        return StateBefore([*global_generators(), *self._changeable(), *generators_in(_everything_in(given))])
 
     def _changeable(self) -> list[Any]:
         """Return what a forward pass may change and is copied."""
@@ -69,7 +69,7 @@ class ForwardEffects:
             own = vars(part)
             found.append(own)
             values += [own[name] for name in own.keys() - _LEFT]
-        found += filter(_is_restorable, everything_in(values, _opened, longest=_LONGEST))
+        found += filter(_is_restorable, _everything_in(values))
         return found
 
     def _unchanging(self) -> dict[str, Tensor]:
@@ -90,6 +90,11 @@ class ForwardEffects:
                     f"({self._watched[name].nbytes:,} bytes): change it outside of the forward pass, or leave "
                     f"{self._name} out."
                 )
+
+
+def _everything_in(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield values and what they contain, at any depth of objects of the user's own."""
+    return everything_in(values, _opened, longest=_LONGEST)
 
 
 def _opened(value: Any) -> Iterable[Any]:

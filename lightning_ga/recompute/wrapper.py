@@ -6,24 +6,20 @@ and leaves the state that it finds.
 """
 
 import difflib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import Module
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from lightning_ga.batch.pytree import is_constant
+from lightning_ga.batch.pytree import tensors_in
 from lightning_ga.compat.patching import shadowed
 from lightning_ga.errors import UserError
 from lightning_ga.recompute.state import ForwardEffects
 from lightning_ga.snapshot.copies import by_id, versions, with_own_containers
-from lightning_ga.snapshot.random_numbers import GENERATORS, generators_in
 
 
 @contextmanager
@@ -114,20 +110,21 @@ class RunTwice:
             return self._forward(*arguments, **named)
         given = [(arguments, named)]  # the caller sees what the first pass does to them
         leaves, structure = tree_flatten((arguments, named))
-        tensors = by_id(filter(torch.is_tensor, leaves))  # each once: attention asks whether query is key
-        places = dict(zip(tensors, map(_Place, range(len(tensors)))))
+        tensors = by_id(tensors_in(leaves))  # each once: attention asks whether query is key
+        places = {number: object() for number in tensors}
         # The caller may change its containers later, as DenseNet does.
-        leaves = [places.get(id(leaf)) or own_containers(leaf) for leaf in leaves]
+        leaves = [with_own_containers(leaf, places) for leaf in leaves]
 
-        def run(*tensors: Any) -> Any:
+        def run(*saved: Any) -> Any:
             if given:
                 arguments, named = given.pop()
             else:
-                arguments, named = tree_unflatten(map(partial(_given, tensors), leaves), structure)
+                instead = dict(zip(map(id, places.values()), saved))
+                arguments, named = tree_unflatten([with_own_containers(leaf, instead) for leaf in leaves], structure)
             return self._forward(*arguments, **named)
 
         written = versions(tensors.values())
-        before = self._effects.before_call(generators_in(leaves))
+        before = self._effects.before_call(given)
         output = checkpoint(
             run,
             *tensors.values(),
@@ -142,22 +139,3 @@ class RunTwice:
                 "out, or name the module around it."
             )
         return output
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Stands for a tensor among the arguments of a call."""
-
-    number: int
-
-
-def _given(tensors: Sequence[Tensor], leaf: Any) -> Any:
-    """Return what an argument of the first pass is in the second."""
-    return tensors[leaf.number] if isinstance(leaf, _Place) else own_containers(leaf)
-
-
-def own_containers(leaf: Any) -> Any:
-    """Return an argument with containers of its own, if it is of a class that PyTorch does not open."""
-    if isinstance(leaf, Tensor) or is_constant(leaf) or isinstance(leaf, (Module, *GENERATORS)):
-        return leaf
-    return with_own_containers(leaf)
