@@ -30,8 +30,10 @@ def recomputed(module: Module, names: str | Iterable[str]) -> Iterator[None]:
     forward pass starts from the random numbers, buffers, attributes and lists of before the first one, and leaves
     those of now. This is valid for all calls within the context; their backward passes may come after it.
 
-    A tensor of more than 256 KiB must not change in the forward pass. State outside of the module, such as a global
-    variable, is not put back. Within ``torch.compile`` a submodule keeps its activations.
+    Parameters, and tensors and arrays of more than 256 KiB, must not change in the forward pass. Whether they do is
+    looked at in calls 1, 2, 4, 8, … of a submodule: the gradients of calls between the first change and the error are
+    wrong. State outside of the module, such as a global variable, is not put back. Within ``torch.compile`` a submodule
+    keeps its activations.
 
     Args:
         module: The module.
@@ -39,7 +41,7 @@ def recomputed(module: Module, names: str | Iterable[str]) -> Iterator[None]:
 
     Raises:
         UserError: If there is no such submodule, or if one lies inside another; in a forward pass, if the submodule
-            writes to its arguments, or changes a parameter or a large tensor.
+            writes to its arguments, or changes a parameter, a large tensor or a large array.
 
     Examples:
         The first half of a transformer, in a plain loop::

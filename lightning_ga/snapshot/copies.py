@@ -269,7 +269,9 @@ def scale_gradients(optimizer: torch.optim.Optimizer, scale: float) -> None:
         torch._foreach_mul_(found, scale)
 
 
-def with_own_containers(batch: Any, instead: Mapping[int, Any] = MappingProxyType({}), inside: tuple[int, ...] = ()) -> Any:
+def with_own_containers(
+    batch: Any, instead: Mapping[int, Any] = MappingProxyType({}), inside: tuple[int, ...] = ()
+) -> Any:
     """Copy the containers of a batch but not its tensors, because a step may pop labels from the batch.
 
     ``instead`` has what comes in the place of a value, by the value's id.
