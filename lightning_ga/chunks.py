@@ -120,8 +120,8 @@ class Chunks:
         if len(sizes) == 1 and size.samples >= (size.window or 0):  # a step may call a module several times
             return self._forward(*arguments, **named)
         if isinstance(self.module, RNNBase) and self._dim % 3 != 1:
-            why = f"returns hidden states, whose samples lie along axis 1, where outputs are joined along {self._dim}"
-            raise self._error(why, f"name a module around it whose outputs have their samples along axis {self._dim}")
+            remedy = f"name a module around it whose outputs have their samples along axis {self._dim}"
+            raise self._error("returns hidden states, whose samples lie along axis 1", remedy)
         outputs = []
         start = 0
         for of in sizes:
@@ -199,6 +199,5 @@ def _length(node: Any, dim: int) -> int | None:
 
 def _axes_of(node: Any) -> tuple[int, ...] | None:
     """Return the extents of a tensor or of packed sequences; none of a parameter, which belongs to no sample."""
-    if isinstance(node, Parameter):
-        return ()
-    return extents(node) if isinstance(node, (Tensor, PackedSequence)) else None
+    may_have_samples = isinstance(node, (Tensor, PackedSequence)) and not isinstance(node, Parameter)
+    return extents(node) if may_have_samples else None

@@ -86,8 +86,8 @@ class NoiseScale(Callback):
         if scaler is not None:
             weight *= scaler.get_scale()
         self._scale = trainer.accumulate_grad_batches / weight if weight else 0.0
-        norm = torch.zeros((), device=loss.device)
-        self._passes.append((self._gradients.counted.pass_samples, weights.count, norm))
+        samples = self._gradients.counted.pass_samples
+        self._passes.append((samples, weights.count, torch.zeros((), device=loss.device)))
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         """Ignore gradients until the next pass of training."""

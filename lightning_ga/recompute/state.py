@@ -61,8 +61,7 @@ class ForwardEffects:
         held = self._held()
         watched = self._unchanging(held) if self._calls.bit_count() == 1 else []  # to look takes time
         self._watched = [(name, value, _checksum(value)) for name, value in watched]
-        copied = filter(_is_restorable, held)
-        return StateBefore([*global_generators(), *copied, *generators_in(_everything_in(given))])
+        return StateBefore([*global_generators(), *generators_in(_everything_in(given)), *filter(_is_restorable, held)])
 
     def _held(self) -> list[Any]:
         """Return what the module and its submodules hold, but for their parameters."""
