@@ -47,8 +47,11 @@ def audit_script(path: Path, arguments: Sequence[str], *, most: int) -> Audit:
         stack.enter_context(mock.patch.dict(hooks._global_forward_hooks_with_kwargs))
         stack.callback(hooks.register_module_forward_pre_hook(calls.before_forward).remove)
         stack.callback(hooks.register_module_forward_hook(calls.after_forward, with_kwargs=True).remove)
-        with suppress(EnoughError):
+        try:
             runpy.run_path(str(path), run_name="__main__")
+        except (EnoughError, SystemExit):  # many scripts end in ``sys.exit(main())``
+            if calls.recorder is None:
+                raise
         return calls.audit()
 
 
@@ -105,7 +108,7 @@ class Calls:
         self.most = most
         self._stack = stack
         self._given: list[Any] = []  # arguments and keywords
-        self._recorder: Recorder | None = None
+        self.recorder: Recorder | None = None
         self._factor: int | None = None
         self._sees_modules = True
 
@@ -132,30 +135,30 @@ class Calls:
         loss = loss_in(output)
         if not self._sees_modules or not isinstance(loss, Tensor) or not loss.requires_grad:
             return
-        if self._recorder is None:
+        if self.recorder is None:
             self._record(module)
-        if self._recorder is not None and module is self._recorder.model:
+        if self.recorder is not None and module is self.recorder.model:
             if len(self._given) == self.most:
                 raise EnoughError
             self.add(*args, **{name: kwargs[name] for name in kwargs if name != "num_items_in_batch"})  # of a window
 
     def audit(self) -> Audit:
         """Audit what was recorded."""
-        if self._recorder is None:
+        if self.recorder is None:
             raise UserError(
                 "The script trained no LightningModule, and no model whose output has a loss (output.loss, as those of "
                 "Transformers): call lightning_ga.audit.audit(…) with the loop."
             )
-        model = self._recorder.model
+        model = self.recorder.model
         if self._sees_modules and len(self._given) == self.most:
-            del self._given[sum(step.read for step in self._recorder.steps) :]  # the last window was cut off
+            del self._given[sum(step.read for step in self.recorder.steps) :]  # the last window was cut off
         self._sees_modules = False  # calls from now on are no training
         reads = Reads(self._given, loss_of, lambda call: items_of(model, *call), is_exact=True)
         with mock.patch.multiple(model, create=True, log=mock.DEFAULT, log_dict=mock.DEFAULT):
-            return measured(self._recorder, reads, self._factor)
+            return measured(self.recorder, reads, self._factor)
 
     def _record(self, model: Module) -> None:
-        self._recorder = self._stack.enter_context(Recorder(model, lambda: len(self._given)).watching())
+        self.recorder = self._stack.enter_context(Recorder(model, lambda: len(self._given)).watching())
 
 
 def loss_of(module: Any, call: tuple[Any, Any]) -> Any:

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module, Parameter, RNNBase
+from torch.nn.utils.rnn import PackedSequence
 
-from lightning_ga.batch.pytree import open_container, rebuild, same_values, tensors_in
+from lightning_ga.batch.pytree import extents, open_container, rebuild, same_values, tensors_in, walk
 from lightning_ga.batch.take import take
 from lightning_ga.compat.patching import shadowed
 from lightning_ga.errors import UserError
@@ -52,8 +53,9 @@ def in_chunks(module: Module, *, chunk: int, dim: int = 0) -> AbstractContextMan
 
     Args:
         module: The module. Tensors among its arguments that are as long along ``dim`` as the first one are cut, at any
-            depth of lists, tuples, dictionaries and dataclasses, and lists without tensors (texts) that are as long;
-            all else is passed on whole.
+            depth of lists, tuples, dictionaries and dataclasses, and lists without tensors (texts) and packed sequences
+            that are as long; all else, and each parameter, is passed on whole. Its outputs have their samples along
+            ``dim``.
         chunk: The most samples of a chunk (or tokens, with ``dim=1``).
         dim: The axis along which inputs are cut and outputs are joined.
 
@@ -117,6 +119,9 @@ class Chunks:
         sizes = size.sizes(samples)
         if len(sizes) == 1 and size.samples >= (size.window or 0):  # a step may call a module several times
             return self._forward(*arguments, **named)
+        if isinstance(self.module, RNNBase) and self._dim % 3 != 1:
+            remedy = f"name a module around it whose outputs have their samples along axis {self._dim}"
+            raise self._error("returns hidden states, whose samples lie along axis 1", remedy)
         outputs = []
         start = 0
         for of in sizes:
@@ -143,8 +148,7 @@ class Chunks:
         """Return the arguments of the samples from ``start`` to ``stop``."""
 
         def cut(place: str, node: Any) -> Any:
-            is_shared = isinstance(node, Parameter) or place in self._constant or _length(node, self._dim) != samples
-            if is_shared:
+            if place in self._constant or _length(node, self._dim) != samples:
                 return node
             return take(node, self._dim % getattr(node, "ndim", 1), start, stop)
 
@@ -179,7 +183,7 @@ class Chunks:
 
 def _mapped(node: Any, visit: Callable[[str, Any], Any], place: str = "") -> Any:
     """Return a value with ``visit(place, each)`` instead of its tensors and its lists of no tensors, such as texts."""
-    if isinstance(node, Tensor) or (type(node) is list and next(tensors_in(node), None) is None):
+    if isinstance(node, (Tensor, PackedSequence)) or (type(node) is list and next(tensors_in(node), None) is None):
         return visit(place, node)
     children = open_container(node)
     if children is None:
@@ -188,6 +192,12 @@ def _mapped(node: Any, visit: Callable[[str, Any], Any], place: str = "") -> Any
 
 
 def _length(node: Any, dim: int) -> int | None:
-    """Return the length of the first tensor that has an axis, or of a list of no tensors."""
-    found = next((each.shape[dim] for each in tensors_in(node) if -each.dim() <= dim < each.dim()), None)
+    """Return the length of the first value with samples that has an axis, or of a list of no tensors."""
+    found = next((axes[dim] for _, axes in walk(node, _axes_of) if -len(axes) <= dim < len(axes)), None)
     return len(node) if found is None and type(node) is list else found
+
+
+def _axes_of(node: Any) -> tuple[int, ...] | None:
+    """Return the extents of a tensor or of packed sequences; none of a parameter, which belongs to no sample."""
+    may_have_samples = isinstance(node, (Tensor, PackedSequence)) and not isinstance(node, Parameter)
+    return extents(node) if may_have_samples else None

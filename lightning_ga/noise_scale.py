@@ -39,7 +39,7 @@ class NoiseScale(Callback):
 
     def __init__(self, windows: int = 64) -> None:
         self._moments: deque[tuple[float, float]] = deque(maxlen=windows)
-        self._passes: list[tuple[float, torch.Tensor]] = []
+        self._passes: list[tuple[int, float, torch.Tensor]] = []  # samples, count of ``normalize=``, squared norm
         self._scale = 0.0  # of the gradients in the backward pass that runs; none outside of training's passes
         self._handles: list[Any] = []
 
@@ -86,7 +86,8 @@ class NoiseScale(Callback):
         if scaler is not None:
             weight *= scaler.get_scale()
         self._scale = trainer.accumulate_grad_batches / weight if weight else 0.0
-        self._passes.append((weights.count, torch.zeros((), device=loss.device)))
+        samples = self._gradients.counted.pass_samples
+        self._passes.append((samples, weights.count, torch.zeros((), device=loss.device)))
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         """Ignore gradients until the next pass of training."""
@@ -94,11 +95,11 @@ class NoiseScale(Callback):
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Estimate from the window's passes and mean gradient; leave out windows that ran again or overflowed."""
-        known = [(count, float(norm)) for count, norm in self._passes if count]
+        known = [(samples, float(norm)) for samples, count, norm in self._passes if count]
+        ran_once = self._gradients.weights.reached == sum(count for _, count, _ in self._passes)
         self._passes = []
         whole = sum(float(each.grad.float().square().sum()) for each in self._norms if each.grad is not None)
         of_ranks = [*chain.from_iterable(ranks.of_all_ranks(trainer, known))]
-        ran_once = self._gradients.weights.reached == sum(count for count, _ in known)
         if len(of_ranks) > 1 and ran_once:
             moments = window_moments(of_ranks, whole)
             if all(map(isfinite, moments)):
@@ -118,4 +119,4 @@ class NoiseScale(Callback):
 
     def _add(self, gradient: torch.Tensor) -> None:
         if self._scale:
-            self._passes[-1][1].add_(gradient.detach().float().mul(self._scale).square().sum())
+            self._passes[-1][-1].add_(gradient.detach().float().mul(self._scale).square().sum())

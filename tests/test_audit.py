@@ -708,6 +708,16 @@ def test_a_network_that_returns_its_loss_is_audited_by_its_module(
     assert [line.split()[1] for line in lines[1:5]] == ["1-4", "5-8", "9-12", "13-14"]
 
 
+def test_a_script_may_end_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before as many micro-batches as are audited; without a training its exit code stays."""
+    (tmp_path / "script.py").write_text(PLAIN.replace("range(1000)", "range(4)").replace("trained to the end", "done"))
+    assert main([str(tmp_path / "script.py"), "1"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "WRONG: sum"
+    (tmp_path / "script.py").write_text("raise SystemExit(2)")
+    with pytest.raises(SystemExit, match="2"):
+        main([str(tmp_path / "script.py")])
+
+
 def test_a_script_without_a_training_that_can_be_seen_is_refused(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import torch\ntorch.nn.Linear(1, 1)(torch.ones(1))\n")
     with pytest.raises(UserError, match="trained no LightningModule, and no model whose output has a loss"):

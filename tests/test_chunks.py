@@ -12,6 +12,7 @@ import torch
 from batch_losses import LOSSES
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from lightning_ga import UserError, in_chunks
 from lightning_ga.memory.live_tensors import LiveTensorMeter
@@ -200,6 +201,47 @@ def test_what_a_chunk_changes_is_changed_once_and_read_as_it_was() -> None:
         assert torch.equal(kept, recomputed)
 
 
+class Decoder(nn.Module):
+    """Takes its queries first, and counts its calls."""
+
+    calls = 0
+
+    def forward(self, queries: Tensor, features: Tensor) -> Tensor:
+        self.calls += 1
+        return features @ queries.T
+
+
+@pytest.mark.parametrize("queries", [2, 3, 6])
+def test_a_parameter_among_the_arguments_is_no_batch(queries: int) -> None:
+    """Whatever its length, also if it comes first."""
+    decoder, parameter, features = Decoder(), nn.Parameter(torch.randn(queries, FEATURES)), torch.randn(6, FEATURES)
+    with in_chunks(decoder, chunk=3):
+        ours = decoder(parameter, features)
+    assert decoder.calls == 2
+    torch.testing.assert_close(ours, features @ parameter.T)
+
+
+class LastState(nn.Module):
+    """Returns the last state of each of the sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(FEATURES, WIDTH, num_layers=2)
+
+    def forward(self, sequences: PackedSequence) -> Tensor:
+        return self.rnn(sequences)[1][-1]
+
+
+@pytest.mark.parametrize("lengths", [(5, 4, 2, 2, 1), (2, 5, 1, 2, 4)])
+def test_packed_sequences_are_cut_by_sequences(lengths: tuple[int, ...]) -> None:
+    """Sorted by length or not."""
+    module, sequences = LastState(), [torch.randn(length, FEATURES) for length in lengths]
+    packed = pack_sequence(sequences, enforce_sorted=lengths[0] == max(lengths))
+    with in_chunks(module, chunk=2):
+        ours = module(packed)
+    torch.testing.assert_close(ours, module(packed))
+
+
 class Mean(nn.Module):
     def forward(self, batch: Tensor) -> Tensor:
         return batch.mean()
@@ -227,8 +269,9 @@ class Numbered(nn.Module):
         (Mean(), torch.ones(4, FEATURES), r"returned a tensor of shape \(\) for a chunk of 2"),
         (Biased(), torch.ones(4, FEATURES), r"returned a tensor of shape \(2,\) for a chunk of 2"),
         (Numbered(), 3, "got no tensor with axis 0"),
+        (nn.LSTM(FEATURES, 3, 2, batch_first=True), torch.ones(4, 5, FEATURES), "hidden states, whose samples lie"),
     ],
-    ids=["mean", "parameter", "no tensor"],
+    ids=["mean", "parameter", "no tensor", "hidden states"],
 )
 def test_what_cannot_run_in_chunks_is_refused(module: nn.Module, given: Any, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence), in_chunks(module, chunk=2):

@@ -36,6 +36,7 @@ class Counted:
 
     samples: int = 0
     items: float = 0.0  # what ``normalize=`` counts; else samples
+    pass_samples: int = 0  # of the latest pass
 
 
 class Logged(NamedTuple):

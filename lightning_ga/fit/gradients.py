@@ -90,7 +90,7 @@ class Gradients:
         items = float(samples)
         if self._counter is not None and samples:
             items = count_items(self._counter, batch)
-        self.counted = Counted(samples, items)
+        self.counted = Counted(samples, items, samples)
         if self._counter is not None:
             self._weigh_late(items)
         elif self.normalize is None:
@@ -111,7 +111,7 @@ class Gradients:
         if self._counter is not None:
             count = count_items(self._counter, piece)
             total = count if piece is batch else count_items(self._counter, batch)
-        self.counted = Counted(self.counted.samples + samples, self.counted.items + count)
+        self.counted = Counted(self.counted.samples + samples, self.counted.items + count, samples)
         is_whole_window = self._factor * self._world_size == 1  # over all ranks
         if self.normalize is None:  # as Lightning weighs batches
             self._weigh_share(count, of=total)

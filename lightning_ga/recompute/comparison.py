@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_ga.batch.pytree import same_values, tensors_in
 from lightning_ga.memory.oom import attempt
 from lightning_ga.recompute.state import ForwardEffects
-from lightning_ga.recompute.wrapper import RunTwice, own_containers
-from lightning_ga.snapshot.random_numbers import generators_in
+from lightning_ga.recompute.wrapper import RunTwice
+from lightning_ga.snapshot.copies import by_id, with_own_containers
 
 ANOTHER = "computed again, it gives another gradient."
 
@@ -26,7 +26,7 @@ def difference(part: Module, name: str, forward: Callable[..., Any], arguments: 
 
     Plainly and computed again, it starts from the state of now, and leaves it.
     """
-    now = ForwardEffects(part, name).before_call(generators_in(tree_leaves((arguments, named))))
+    now = ForwardEffects(part, name).before_call([arguments, named])
 
     def compare() -> None:
         found = []
@@ -54,25 +54,17 @@ def _require_close(plain: Tensor, again: Tensor) -> None:
 
 def _gradient(part: Module, forward: Callable[..., Any], arguments: Any, named: Any) -> list[Tensor]:
     """Return outputs of a forward pass, and their gradient by its arguments and parameters."""
-    sources: list[Tensor] = []
-    copies: dict[int, Tensor] = {}
-
-    def copied(leaf: Any) -> Any:
-        if not _needs_gradient(leaf):
-            return own_containers(leaf)
-        if id(leaf) not in copies:
-            source = leaf.detach().clone().requires_grad_()
-            sources.append(source)
-            copies[id(leaf)] = source.clone()
-        return copies[id(leaf)]
-
-    arguments, named = tree_map(copied, (arguments, named))
+    leaves, structure = tree_flatten((arguments, named))
+    given = by_id(filter(_needs_gradient, tensors_in(leaves)))
+    sources = {number: tensor.detach().clone().requires_grad_() for number, tensor in given.items()}
+    copies = {number: source.clone() for number, source in sources.items()}
+    arguments, named = tree_unflatten([with_own_containers(leaf, copies) for leaf in leaves], structure)
     outputs = list(filter(_needs_gradient, tensors_in(forward(*arguments, **named))))
-    sources += filter(_needs_gradient, part.parameters())
-    if not outputs or not sources:
+    inputs = [*sources.values(), *filter(_needs_gradient, part.parameters())]
+    if not outputs or not inputs:
         return outputs
     weights = list(map(_weights, outputs))
-    found = torch.autograd.grad(outputs, sources, weights, allow_unused=True, retain_graph=True)
+    found = torch.autograd.grad(outputs, inputs, weights, allow_unused=True, retain_graph=True)
     return [*map(Tensor.detach, outputs), *(gradient for gradient in found if gradient is not None)]
 
 

@@ -1,13 +1,15 @@
 """Keep what a forward pass may change besides its output, so that it can run again from the state before.
 
 In every call attributes, small tensors and arrays, containers and generators of random numbers are copied, at any depth
-of objects of the user's own. Iterators and objects with ``__slots__`` are not.
+of objects of the user's own. Iterators and objects with ``__slots__`` are not. Larger tensors and arrays must not
+change.
 
 Tested in tests/recompute/test_wrapper.py.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 from torch import Tensor
@@ -16,7 +18,7 @@ from torch.nn import Module
 from lightning_ga.errors import UserError
 from lightning_ga.snapshot.copies import CONTAINERS, checksums, copies_of, everything_in, is_writable, put_back
 from lightning_ga.snapshot.isolation import attributes_of
-from lightning_ga.snapshot.random_numbers import GENERATORS, global_generators
+from lightning_ga.snapshot.random_numbers import GENERATORS, generators_in, global_generators
 
 SMALL = 2**18  # bytes of a tensor or array that is copied; a larger tensor must not change
 _LONGEST = 1000  # entries of a container that is looked into: those of longer ones are data
@@ -46,45 +48,55 @@ class ForwardEffects:
         self._module = module
         self._name = name
         self._calls = 0
-        self._watched: dict[str, Tensor] = {}  # what must not change; looked at in calls 1, 2, 4, 8, …
-        self._sums: list[int | None] = []
+        self._watched: list[tuple[str, Any, int | None]] = []  # what must not change, with the sum of its bits
 
     def before_call(self, given: Iterable[Any] = ()) -> StateBefore:
-        """Return the state as a call begins, and that of generators among its arguments."""
+        """Return the state as a call begins, and that of generators in its arguments."""
         self._calls += 1
-        self._watched = self._unchanging() if self._calls.bit_count() == 1 else {}
-        self._sums = checksums(self._watched.values())
-        return StateBefore([*global_generators(), *self._changeable(), *given])
+        held = self._held()
+        watched = self._unchanging(held) if self._calls.bit_count() == 1 else []  # to look takes time
+        self._watched = [(name, value, _checksum(value)) for name, value in watched]
+        return StateBefore([*global_generators(), *generators_in(_everything_in(given)), *filter(_is_restorable, held)])
 
-    def _changeable(self) -> list[Any]:
-        """Return what a forward pass may change and is copied."""
+    def _held(self) -> list[Any]:
+        """Return what the module and its submodules hold, but for their parameters."""
         found: list[Any] = []
         values: list[Any] = []
         for part in self._module.modules():
             own = vars(part)
             found.append(own)
             values += [own[name] for name in own.keys() - _LEFT]
-        found += filter(_is_restorable, everything_in(values, attributes_of, longest=_LONGEST))
+        found += _everything_in(values)
         return found
 
-    def _unchanging(self) -> dict[str, Tensor]:
-        """Return what a forward pass must not change: parameters and large buffers."""
-        found: dict[str, Tensor] = dict(self._module.named_parameters())
-        for name, buffer in self._module.named_buffers():
-            if not _is_restorable(buffer):
-                found[name] = buffer
+    def _unchanging(self, held: Iterable[Any]) -> list[tuple[str, Any]]:
+        """Return what a forward pass must not change, by name: parameters, and large tensors and arrays."""
+        names = {id(buffer): name for name, buffer in self._module.named_buffers()}
+        found: list[tuple[str, Any]] = [*self._module.named_parameters()]
+        for each in held:
+            if isinstance(each, (Tensor, np.ndarray)) and not _is_restorable(each):
+                found.append((names.get(id(each), f"a value of type {type(each).__name__} in its attributes"), each))
         return found
 
     def after_call(self) -> None:
-        """Raise a ``UserError`` if a parameter or a large buffer has changed in a call that was looked at."""
-        sums = checksums(self._watched.values())
-        for name, before, now in zip(self._watched, self._sums, sums):
+        """Raise a ``UserError`` if what must not change has changed in a call that was looked at: 1, 2, 4, 8, …."""
+        for name, value, before in self._watched:
+            now = _checksum(value)
             if before != now and None not in (before, now):
                 raise UserError(
                     f"{self._name} cannot be computed again, because its forward pass changes {name} "
-                    f"({self._watched[name].nbytes:,} bytes): change it outside of the forward pass, or leave "
-                    f"{self._name} out."
+                    f"({value.nbytes:,} bytes): change it outside of the forward pass, or leave {self._name} out."
                 )
+
+
+def _checksum(value: Any) -> int | None:
+    """Return a number of a tensor or an array, by which a change is seen; ``None`` if it cannot be read."""
+    return crc32(value.tobytes()) if isinstance(value, np.ndarray) else checksums([value])[0]
+
+
+def _everything_in(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield values and what they contain, at any depth of objects of the user's own."""
+    return everything_in(values, attributes_of, longest=_LONGEST)
 
 
 def _is_restorable(value: Any) -> bool:

@@ -6,24 +6,20 @@ and leaves the state that it finds.
 """
 
 import difflib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import Module
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from lightning_ga.batch.pytree import is_constant
+from lightning_ga.batch.pytree import tensors_in
 from lightning_ga.compat.patching import shadowed
 from lightning_ga.errors import UserError
 from lightning_ga.recompute.state import ForwardEffects
 from lightning_ga.snapshot.copies import by_id, versions, with_own_containers
-from lightning_ga.snapshot.random_numbers import GENERATORS, generators_in
 
 
 @contextmanager
@@ -34,8 +30,10 @@ def recomputed(module: Module, names: str | Iterable[str]) -> Iterator[None]:
     forward pass starts from the random numbers, buffers, attributes and lists of before the first one, and leaves
     those of now. This is valid for all calls within the context; their backward passes may come after it.
 
-    A tensor of more than 256 KiB must not change in the forward pass. State outside of the module, such as a global
-    variable, is not put back. Within ``torch.compile`` a submodule keeps its activations.
+    Parameters, and tensors and arrays of more than 256 KiB, must not change in the forward pass. Whether they do is
+    looked at in calls 1, 2, 4, 8, … of a submodule: the gradients of calls between the first change and the error are
+    wrong. State outside of the module, such as a global variable, is not put back. Within ``torch.compile`` a submodule
+    keeps its activations.
 
     Args:
         module: The module.
@@ -43,7 +41,7 @@ def recomputed(module: Module, names: str | Iterable[str]) -> Iterator[None]:
 
     Raises:
         UserError: If there is no such submodule, or if one lies inside another; in a forward pass, if the submodule
-            writes to its arguments, or changes a parameter or a large tensor.
+            writes to its arguments, or changes a parameter, a large tensor or a large array.
 
     Examples:
         The first half of a transformer, in a plain loop::
@@ -114,20 +112,21 @@ class RunTwice:
             return self._forward(*arguments, **named)
         given = [(arguments, named)]  # the caller sees what the first pass does to them
         leaves, structure = tree_flatten((arguments, named))
-        tensors = by_id(filter(torch.is_tensor, leaves))  # each once: attention asks whether query is key
-        places = dict(zip(tensors, map(_Place, range(len(tensors)))))
+        tensors = by_id(tensors_in(leaves))  # each once: attention asks whether query is key
+        places = {number: object() for number in tensors}
         # The caller may change its containers later, as DenseNet does.
-        leaves = [places.get(id(leaf)) or own_containers(leaf) for leaf in leaves]
+        leaves = [with_own_containers(leaf, places) for leaf in leaves]
 
-        def run(*tensors: Any) -> Any:
+        def run(*saved: Any) -> Any:
             if given:
                 arguments, named = given.pop()
             else:
-                arguments, named = tree_unflatten(map(partial(_given, tensors), leaves), structure)
+                instead = dict(zip(map(id, places.values()), saved))
+                arguments, named = tree_unflatten([with_own_containers(leaf, instead) for leaf in leaves], structure)
             return self._forward(*arguments, **named)
 
         written = versions(tensors.values())
-        before = self._effects.before_call(generators_in(leaves))
+        before = self._effects.before_call(given)
         output = checkpoint(
             run,
             *tensors.values(),
@@ -142,22 +141,3 @@ class RunTwice:
                 "out, or name the module around it."
             )
         return output
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Stands for a tensor among the arguments of a call."""
-
-    number: int
-
-
-def _given(tensors: Sequence[Tensor], leaf: Any) -> Any:
-    """Return what an argument of the first pass is in the second."""
-    return tensors[leaf.number] if isinstance(leaf, _Place) else own_containers(leaf)
-
-
-def own_containers(leaf: Any) -> Any:
-    """Return an argument with containers of its own, if it is of a class that PyTorch does not open."""
-    if isinstance(leaf, Tensor) or is_constant(leaf) or isinstance(leaf, (Module, *GENERATORS)):
-        return leaf
-    return with_own_containers(leaf)

@@ -2,11 +2,12 @@
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy as shallow_copy
 from copy import deepcopy
 from io import IOBase
 from operator import is_
+from types import MappingProxyType
 from typing import Any
 from weakref import ProxyType
 
@@ -18,9 +19,10 @@ from torchmetrics import Metric
 
 from lightning_ga.batch.pytree import contents_of, is_constant, open_container, rebuild, tensors_in
 from lightning_ga.memory.oom import attempt, is_out_of_memory
-from lightning_ga.snapshot.random_numbers import generator_state, restore_generator
+from lightning_ga.snapshot.random_numbers import GENERATORS, generator_state, restore_generator
 
 CONTAINERS = (dict, list, set, deque)
+_SHARED = (Tensor, torch.nn.Module, *GENERATORS)  # what a copy of a batch has in common with it
 _PLAIN = (type(None), bool, int, float, str, bytes, ProxyType)  # what holds nothing
 SMALL = 2**20  # bytes of a tensor that is copied at the start of every window
 _WIDTH = 1021  # of the rows in which bits are summed; a prime, so that samples that change places change the sum
@@ -267,20 +269,25 @@ def scale_gradients(optimizer: torch.optim.Optimizer, scale: float) -> None:
         torch._foreach_mul_(found, scale)
 
 
-def with_own_containers(batch: Any, inside: tuple[int, ...] = ()) -> Any:
-    """Copy the containers of a batch but not its tensors, because a step may pop labels from the batch."""
-    if id(batch) in inside:  # an object may contain itself
-        return batch
+def with_own_containers(
+    batch: Any, instead: Mapping[int, Any] = MappingProxyType({}), inside: tuple[int, ...] = ()
+) -> Any:
+    """Copy the containers of a batch but not its tensors, because a step may pop labels from the batch.
+
+    ``instead`` has what comes in the place of a value, by the value's id.
+    """
+    if id(batch) in instead or id(batch) in inside:  # an object may contain itself
+        return instead.get(id(batch), batch)
     inside = (*inside, id(batch))
     children = open_container(batch)
     if children is not None:
-        return rebuild(batch, [with_own_containers(child, inside) for _, child in children])
-    if not hasattr(batch, "__dict__") or isinstance(batch, Tensor) or is_constant(batch):
+        return rebuild(batch, [with_own_containers(child, instead, inside) for _, child in children])
+    if not hasattr(batch, "__dict__") or isinstance(batch, _SHARED) or is_constant(batch):
         return batch
     clone = shallow_copy(batch)
-    for name, value in contents_of(clone).items():  # ``copy.copy`` may have copied inner mappings, too
-        if isinstance(value, (dict, list)):
-            vars(clone)[name] = with_own_containers(value, inside)
+    if clone is not batch:  # a function is its own copy
+        for name, value in contents_of(clone).items():  # ``copy.copy`` may have copied inner mappings, too
+            vars(clone)[name] = with_own_containers(value, instead, inside)
     return clone
 
 

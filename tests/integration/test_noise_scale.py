@@ -48,6 +48,16 @@ def test_the_estimate_is_that_of_per_sample_gradients(mode: Any, micro_batch: in
     assert_exact(noise.estimate, module, data)
 
 
+@pytest.mark.parametrize("mode", ["loader", "step"])
+@pytest.mark.parametrize("normalize", [None, lambda batch: 10 * len(batch[0])], ids=["nothing", "items"])
+def test_the_unit_is_a_sample_whatever_micro_batches_are_weighed_by(mode: Any, normalize: Any) -> None:
+    """Ten items of a sample make no larger scale."""
+    module, data, noise = Normed(), Samples(SIZE), NoiseScale(windows=200)
+    callback = AutoAccumulate(60, micro_batch_size=4, micro_batching=mode, normalize=normalize, verify=False)
+    fit(DataLoader(data, 20, shuffle=True), callback, noise, module=module, max_epochs=8)
+    assert_exact(noise.estimate, module, data)
+
+
 class Half(Normed):
     """The same in single precision, for autocast."""
 

@@ -225,10 +225,24 @@ def test_wrong_names_are_refused(names: list[str], sentence: str) -> None:
         pass
 
 
-@pytest.mark.parametrize("kind", ["parameter", "large buffer", "ReLU in place on its argument"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("parameter", "large buffer", "large tensor in a list", "large array"),
+        *("ReLU in place on its argument", "data class in place", "object in place"),
+    ],
+)
 def test_a_forward_pass_that_cannot_run_again_is_refused_at_once(kind: str) -> None:
     make, _ = REFUSED[kind]
     with pytest.raises(UserError, match="part cannot be computed again, because its forward pass"):
+        train_net(made(make), again)
+
+
+@pytest.mark.parametrize("kind", ["caller writes", "caller writes to a data class"])
+def test_an_argument_that_the_caller_writes_to_later_is_seen(kind: str) -> None:
+    """By autograd, as if the submodule had saved it."""
+    make, _ = REFUSED[kind]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         train_net(made(make), again)
 
 

@@ -4,6 +4,7 @@ import random
 from collections import Counter, OrderedDict, deque, namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -216,6 +217,11 @@ def large_buffer(self: Part, x: Tensor) -> Tensor:
     return self.last(x) * self.queue[0, 0].clone()
 
 
+def large_attribute(self: Part, x: Tensor) -> Tensor:
+    self.kept[0][0] += 1
+    return self.last(x) * float(self.kept[0][0])
+
+
 def drawn_outside(self: Part, x: Tensor) -> Tensor:
     return self.last(x * torch.rand(WIDTH, generator=OUTSIDE))
 
@@ -300,11 +306,25 @@ class ReadsList(Part):
         return self.last(self.layer(torch.stack(features).sum(0)).tanh())
 
 
+class WritesToPair(Part):
+    def forward(self, pair: Pair | SimpleNamespace) -> Tensor:
+        return self.last(pair.left.mul_(2)).tanh()
+
+
+class ReadsPair(nn.Linear):
+    def forward(self, pair: Pair) -> Tensor:
+        return super().forward(pair.left)
+
+
 class OfPair(Part):
     def forward(self, pair: Pair) -> Pair:
         pair.parts.append(pair.left)
         mixed = self.last(self.layer(pair.left).tanh()) * len(pair.parts)
         return Pair(mixed * pair.right, pair.right, pair.parts)
+
+
+def drawn_from_pair(self: Part, x: Tensor, pair: SimpleNamespace) -> Tensor:
+    return self.last(x * torch.rand(WIDTH, generator=pair.right)) * pair.left
 
 
 def use_pair(net: Net, x: Tensor) -> Tensor:
@@ -325,6 +345,11 @@ def use_generator(net: Net, x: Tensor) -> Tensor:
     return net.part(net.part(x, net.note), generator=net.note)
 
 
+def use_generator_in_pair(net: Net, x: Tensor) -> Tensor:
+    net.note = net.note or torch.Generator().manual_seed(1)
+    return net.part(net.part(x, SimpleNamespace(left=x, right=net.note)), SimpleNamespace(left=x, right=net.note))
+
+
 def use_popping(net: Net, x: Tensor) -> Tensor:
     return net.part(x, {"scale": 3 * x, "shift": x})
 
@@ -337,6 +362,12 @@ def use_appending(net: Net, x: Tensor) -> Tensor:
 def caller_writes(net: Net, x: Tensor) -> Tensor:
     hidden = x.clone()
     out = net.part(hidden)
+    return out.clone() + hidden.mul_(2)
+
+
+def caller_writes_to_pair(net: Net, x: Tensor) -> Tensor:
+    hidden = x.clone()
+    out = net.part(Pair(hidden, x, []))
     return out.clone() + hidden.mul_(2)
 
 
@@ -368,6 +399,7 @@ EXACT: dict[str, Callable[[], Net]] = {
         Part(lambda self, x: self.last(x * self.own.random()), own=random.Random(3)), residual
     ),
     "a generator as argument": lambda: Net(Part(with_generator), use_generator),
+    "a generator in an object as argument": lambda: Net(Part(drawn_from_pair), use_generator_in_pair),
     "random numbers later": lambda: Net(Part(later), residual),
     "a layer left out at random": lambda: Net(Part(skipped), residual),
     "BatchNorm": lambda: Net(linear_then(nn.BatchNorm1d(WIDTH)), residual),
@@ -419,12 +451,26 @@ EXACT: dict[str, Callable[[], Net]] = {
 REFUSED: dict[str, tuple[Callable[[], Net], str]] = {
     "parameter": (lambda: Net(Part(parameter_changed)), "changes last.weight"),
     "large buffer": (lambda: Net(Part(large_buffer, queue=torch.ones(300, 300))), "changes queue"),
+    "large tensor in a list": (
+        lambda: Net(Part(large_attribute, kept=[torch.ones(2**17)])),
+        "changes a value of type Tensor in its",
+    ),
+    "large array": (lambda: Net(Part(large_attribute, kept=[np.ones(2**17)])), "changes a value of type ndarray"),
     "generator outside": (lambda: Net(Part(drawn_outside)), "gives another gradient"),
     "counter outside": (lambda: Net(Part(counted_outside)), "gives another gradient"),
     "ReLU in place on its argument": (
         lambda: Net(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)), lambda net, x: net.part(2 * x)),
         "its forward pass writes to its arguments",
     ),
+    "data class in place": (
+        lambda: Net(WritesToPair(), lambda net, x: net.part(Pair(2 * x, x, []))),
+        "its forward pass writes to its arguments",
+    ),
+    "object in place": (
+        lambda: Net(WritesToPair(), lambda net, x: net.part(SimpleNamespace(left=2 * x))),
+        "its forward pass writes to its arguments",
+    ),
+    "caller writes to a data class": (lambda: Net(ReadsPair(WIDTH, WIDTH), caller_writes_to_pair), ""),
     "caller writes": (lambda: Net(nn.Linear(WIDTH, WIDTH), caller_writes), ""),  # to its arguments, in place
 }
 """Programs that a survey refuses, each with a part of the sentence that is logged; empty if none is."""
