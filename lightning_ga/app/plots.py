@@ -94,8 +94,7 @@ def curves_figure(
 
 def set_style(line: Line2D, name: str, points: int) -> None:
     """Give a curve the colour, line, marks and label of its stage."""
-    beginning = next(filter(name.startswith, STYLES))
-    words, color, dashes, mark = STYLES[beginning]
+    words, color, dashes, mark = STYLES[next(filter(name.startswith, STYLES))]
     every = 1 + points // MOST_MARKS
     line.set(color=color, linestyle=dashes, marker=mark, markevery=every, label=words + brief(name))
 

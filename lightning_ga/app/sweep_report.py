@@ -71,8 +71,7 @@ def report_sweep(folder: Path) -> None:
         value = job.result.get(sweep.metric)
         outcome = job.outcome if value is None else number(value)
         words = [f"{key}={job.settings[key]}" for key in keys if key in job.settings]
-        line = f"{job.name:>3}  {outcome:12} {' '.join(words)}"
-        print(printable(line)[: columns()])
+        print(printable(f"{job.name:>3}  {outcome:12} {' '.join(words)}")[: columns()])
     write_table(folder / "sweep.csv", sweep)
     try:
         write_text(folder / PAGE, sweep_page(folder, sweep))

@@ -19,7 +19,7 @@ import torch
 from lightning_ga.compat.gradient_dtype import narrow
 from lightning_ga.compat.patching import nothing, replaced, shadowed, sibling
 from lightning_ga.snapshot.copies import coalesce_gradients
-from lightning_ga.snapshot.isolation import ModuleState, SwappedAttributes
+from lightning_ga.snapshot.trial_isolation import ModuleState, SwappedAttributes
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from lightning_ga.memory.oom import attempt, may_be_out_of_memory, retry_once
 from lightning_ga.plan.accumulation import halved, micro_batch_sizes
 from lightning_ga.plan.config import Options
 from lightning_ga.snapshot.kept_batch import KeptBatch, undo
-from lightning_ga.snapshot.savepoint import Savepoint
+from lightning_ga.snapshot.window_savepoint import Savepoint
 
 WHOLE = (0,)  # sizes of the pieces of a batch that runs as it is, without being counted
 _RESULT = "Logged and returned values are merged by samples. A loss that compares samples compares those of a piece."

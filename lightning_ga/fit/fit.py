@@ -24,7 +24,7 @@ from lightning_ga.fit.limit_search import LimitSearch
 from lightning_ga.fit.messages import OomReporter
 from lightning_ga.fit.parts import FitParts
 from lightning_ga.fit.remedies import Remedies
-from lightning_ga.fit.rewind import Rewinder
+from lightning_ga.fit.rerun_windows import Rewinder
 from lightning_ga.fit.shares import Shares
 from lightning_ga.fit.training_data import TrainingData
 from lightning_ga.fit.verdict import Verdict

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from lightning_ga.memory.allocator_segments import ROUNDING
 from lightning_ga.memory.device import require_statistics
-from lightning_ga.memory.segments import ROUNDING
 from lightning_ga.memory.trace import MemoryTrace, Segment, Stream, rounded_up
 
 _MOST_EVENTS = 2_000_000

@@ -5,7 +5,7 @@ Tested in tests/probe/test_peak_prediction.py.
 
 from dataclasses import dataclass, field, replace
 
-from lightning_ga.memory.segments import Peaks, replay_segments
+from lightning_ga.memory.allocator_segments import Peaks, replay_segments
 from lightning_ga.memory.trace import MemoryTrace
 from lightning_ga.plan.records import Trial
 from lightning_ga.probe.peak_prediction import PeakPredictor, extrapolate, paired
@@ -45,7 +45,7 @@ class Curve:
     samples: tuple[int, int]  # the two sizes that were traced or measured
     lines: tuple[tuple[int, int], ...]  # bytes at these two sizes
     rounding: int = 1  # of the allocator: 1 if sizes are exact
-    in_segments: bool = False  # whether the allocator cuts blocks out of segments, by the rules of ``memory.segments``
+    in_segments: bool = False  # whether the allocator cuts blocks out of segments (``memory.allocator_segments``)
     # Above ``start`` bytes, the predicted need is corrected by real ÷ predicted growth up to the largest step.
     start: int = 0
     grown: tuple[int, int] = (1, 1)  # the real growth up to that step, and the predicted one

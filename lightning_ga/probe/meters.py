@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from lightning_ga.memory.allocator import AllocatorMeter
+from lightning_ga.memory.allocator_segments import ROUNDING
 from lightning_ga.memory.device import available_memory, is_emulated
 from lightning_ga.memory.holders import StepOrigins, attribute
 from lightning_ga.memory.live_tensors import plain_tensors
-from lightning_ga.memory.segments import ROUNDING
 from lightning_ga.memory.step_recorder import StepRecorder
 from lightning_ga.memory.trace import MemoryTrace
 from lightning_ga.memory.vendors import WITH_STATISTICS

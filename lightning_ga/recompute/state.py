@@ -17,8 +17,8 @@ from torch.nn import Module
 
 from lightning_ga.errors import UserError
 from lightning_ga.snapshot.copies import CONTAINERS, checksums, copies_of, everything_in, is_writable, put_back
-from lightning_ga.snapshot.isolation import attributes_of
 from lightning_ga.snapshot.random_numbers import GENERATORS, generators_in, global_generators
+from lightning_ga.snapshot.trial_isolation import attributes_of
 
 SMALL = 2**18  # bytes of a tensor or array that is copied; a larger tensor must not change
 _LONGEST = 1000  # entries of a container that is looked into: those of longer ones are data

@@ -26,7 +26,7 @@ from lightning_ga.snapshot.copies import (
     versions,
     with_own_containers,
 )
-from lightning_ga.snapshot.savepoint import Savepoint
+from lightning_ga.snapshot.window_savepoint import Savepoint
 
 
 class KeptBatch:

@@ -14,10 +14,10 @@ from reference import Regression, Samples, fit, worst_error
 from torch.utils.data import DataLoader
 
 from lightning_ga import AutoAccumulate, ExactnessWarning, UserError
-from lightning_ga.fit.rewind import Rewinder
+from lightning_ga.fit.rerun_windows import Rewinder
 from lightning_ga.memory.allocator import RepeatedRetries
 from lightning_ga.plan.exactness_verdicts import SAME_RESULT
-from lightning_ga.snapshot.savepoint import Savepoint
+from lightning_ga.snapshot.window_savepoint import Savepoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:Memory ran out in:UserWarning")
 

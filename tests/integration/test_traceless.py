@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ga import AutoAccumulate
 from lightning_ga.loading.known_samples import KnownSamples
-from lightning_ga.snapshot.isolation import TensorValues
+from lightning_ga.snapshot.trial_isolation import TensorValues
 
 # Spectral normalization changes its vectors in every pass.
 pytestmark = pytest.mark.filterwarnings("ignore:Accumulation is not exact", "ignore:.*does not have many workers")

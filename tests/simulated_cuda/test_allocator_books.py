@@ -13,7 +13,7 @@ import torch
 from forks import forked
 
 from lightning_ga.memory.allocator import AllocatorMeter
-from lightning_ga.memory.segments import MIB, SEGMENT_ROUNDING, Segments, replay_segments
+from lightning_ga.memory.allocator_segments import MIB, SEGMENT_ROUNDING, Segments, replay_segments
 
 pytestmark = pytest.mark.skipif(
     not device_counters.is_loaded(), reason="needs the simulated CUDA device: make test-cuda"

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_ga.snapshot import kept_batch
 from lightning_ga.snapshot.copies import SMALL
 from lightning_ga.snapshot.kept_batch import KeptBatch, undo
-from lightning_ga.snapshot.savepoint import Savepoint
+from lightning_ga.snapshot.window_savepoint import Savepoint
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype:UserWarning"),

@@ -19,8 +19,8 @@ from lightning_ga.loading.trial_batches import CutBatch, Move
 from lightning_ga.memory.oom import attempt, is_out_of_memory
 from lightning_ga.plan.accumulation import whole_multiples
 from lightning_ga.plan.exactness_verdicts import Exactness
-from lightning_ga.snapshot.isolation import refuse_lazy
 from lightning_ga.snapshot.random_numbers import reseed
+from lightning_ga.snapshot.trial_isolation import refuse_lazy
 
 if TYPE_CHECKING:
     from lightning_ga.chunks import ChunkedModules

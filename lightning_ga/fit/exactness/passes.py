@@ -27,7 +27,7 @@ from lightning_ga.fit.exactness.differences import Gradient
 from lightning_ga.memory.live_tensors import LiveTensorMeter, compiled_run_eagerly, uncounted
 from lightning_ga.snapshot.copies import checksums, copied_if_possible, is_metric, is_writable
 from lightning_ga.snapshot.random_numbers import GENERATORS, generators_of, reseed
-from lightning_ga.snapshot.savepoint import LIGHTNINGS_OWN
+from lightning_ga.snapshot.window_savepoint import LIGHTNINGS_OWN
 
 PERTURBATION = 1e-2  # how far weights are moved: even a teacher of momentum 0.9999 then changes by more than rounding
 _SMALL = 2**16  # elements of a tensor that gets noise

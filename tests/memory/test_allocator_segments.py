@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_ga.memory.segments import MIB, Segments, replay_segments
+from lightning_ga.memory.allocator_segments import MIB, Segments, replay_segments
 from lightning_ga.memory.trace import MemoryTrace
 from lightning_ga.plan.records import ProbeResult, Trial, still_holds
 from lightning_ga.probe.curve import Step

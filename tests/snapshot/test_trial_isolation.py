@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_ga.snapshot.isolation import ModuleState, SwappedAttributes
+from lightning_ga.snapshot.trial_isolation import ModuleState, SwappedAttributes
 from lightning_ga.testing import out_of_memory_at
 
 

@@ -11,7 +11,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from torch import nn
 
 from lightning_ga.snapshot.copies import SMALL
-from lightning_ga.snapshot.savepoint import Savepoint
+from lightning_ga.snapshot.window_savepoint import Savepoint
 
 LARGE = SMALL // 4 + 1  # numbers of a tensor that is not copied
 

@@ -30,7 +30,7 @@ from lightning_ga.memory.oom import (
     retry_once,
 )
 from lightning_ga.snapshot.kept_batch import undo
-from lightning_ga.snapshot.savepoint import Savepoint
+from lightning_ga.snapshot.window_savepoint import Savepoint
 
 LESS = 10  # retries of the allocator lower a micro-batch by one part in so many
 
