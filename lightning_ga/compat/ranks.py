@@ -111,7 +111,8 @@ def sum_over_ranks(trainer: Any, value: float) -> float:
     total = torch.tensor(value, dtype=torch.float64, device=trainer.strategy.root_device)
     with uncounted_collectives():
         summed = float(trainer.strategy.reduce(total, reduce_op="sum"))
-    return summed / int(trainer.world_size) * data_ranks(trainer)[0]
+    ranks_of_model = int(trainer.world_size) / data_ranks(trainer)[0]
+    return summed / ranks_of_model
 
 
 def of_all_ranks(trainer: Any, value: Any) -> list[Any]:

@@ -80,8 +80,8 @@ def _is_of_foreign_memory(tensor: Tensor) -> bool:
     """Return whether a tensor lies in memory on the host that torch has not allocated, as in NumPy's."""
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_inference():
         return False
-    is_of_worker = tensor.is_shared()  # type: ignore[no-untyped-call]
-    return not is_of_worker and not tensor.untyped_storage().resizable()
+    # What is shared is a data worker's.
+    return not tensor.untyped_storage().resizable() and not tensor.is_shared()  # type: ignore[no-untyped-call]
 
 
 def _memory_of(tensor: Tensor) -> Iterator[Tensor]:
