@@ -152,11 +152,8 @@ def _fitted(columns: "_Columns", previous: Tensor | None, places: range) -> _Fit
                 weights = more
                 residual = rest
     least = NO_WEIGHT * max(map(abs, weights), default=0.0)
-    by_place = dict.fromkeys(places, 0.0)
-    for place, weight in zip(places, weights):
-        if abs(weight) > least:
-            by_place[place] = weight
-    return _Fitted(by_place, residual, carried)
+    large = {place: weight for place, weight in zip(places, weights) if abs(weight) > least}
+    return _Fitted({**dict.fromkeys(places, 0.0), **large}, residual, carried)
 
 
 def fit_weights(columns: Sequence[Tensor], gradient: Tensor) -> tuple[list[float], float]:

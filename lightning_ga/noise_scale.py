@@ -51,10 +51,9 @@ class NoiseScale(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Refuse what cannot be measured, and watch the gradients of normalisation layers."""
         fit: Any = next((each._fit for each in trainer.callbacks if isinstance(each, AutoAccumulate)), None)
-        self._norms: list[torch.nn.Parameter] = []
-        for layer in pl_module.modules():
-            if isinstance(layer, NORMS):
-                self._norms += [each for each in layer.parameters(recurse=False) if each.requires_grad]
+        layers = [layer for layer in pl_module.modules() if isinstance(layer, NORMS)]
+        own = chain.from_iterable(layer.parameters(recurse=False) for layer in layers)
+        self._norms = [each for each in own if each.requires_grad]
         problem = self._problem(trainer, pl_module, fit)
         if problem is not None:
             raise UserError(f"NoiseScale cannot measure here: {problem}.")

@@ -228,10 +228,7 @@ def metric_state(metric: Metric) -> dict[str, Any]:
 
 def copied_state(metric: Metric, state: dict[str, Any]) -> dict[str, Any]:
     """Return the state of a metric with copies of what updates change in place."""
-    copies = dict(state)
-    for name in metric._defaults:
-        copies[name] = _copy_of(state[name])
-    return copies
+    return {**state, **{name: _copy_of(state[name]) for name in metric._defaults}}
 
 
 def sparse_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:

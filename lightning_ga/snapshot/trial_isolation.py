@@ -64,16 +64,13 @@ class ModuleState:
         self, modules: Sequence[Module], stepping: Sequence[Any], *, shared: Iterable[object], steps: bool = False
     ) -> None:
         parts = list(dict.fromkeys(chain.from_iterable(map(Module.modules, modules))))
-        tensors: list[Tensor | None] = []
-        for part in parts:
-            tensors += [*part._parameters.values(), *part._buffers.values()]
+        tensors = [tensor for part in parts for tensor in (*part._parameters.values(), *part._buffers.values())]
         random_state = RandomState(generators_of(modules[0]))
         self._gradients = [(parameter, parameter.grad) for parameter in modules[0].parameters()]
-        for _, gradient in self._gradients:
-            if steps and gradient is not None and is_writable(gradient):  # trial steps may add to it
-                tensors.append(gradient)
         stepped: list[Any] = []  # containers are refilled and tensors written in place: LBFGS keeps lists of tensors
         if steps:
+            # Trial steps may add to gradients.
+            tensors += [each for _, each in self._gradients if each is not None and is_writable(each)]
             stepped += filter(_may_change, everything_in(stepping, attributes_of))
         tensors += filter(torch.is_tensor, stepped)
         with uncounted():
