@@ -142,8 +142,9 @@ class _Survey:
         self._inside = [""]
         self._versions: list[tuple[str, Tensor, int]] = []  # of arguments
         self._running: dict[str, float] = defaultdict(float)  # seconds
-        # What the module owns costs nothing more.
-        self._sizes = dict.fromkeys(self._storages([*self._root.parameters(), *self._root.buffers()]), 0)
+        self._sizes: dict[StorageWeakRef, int] = {}
+        for each in self._storages([*self._root.parameters(), *self._root.buffers()]):
+            self._sizes[each] = 0  # they cost nothing more
         with _forward_only(self._parts, self._call), saved_tensors_hooks(self._pack, _zeros):
             self._timed("", step)
         for name, seconds in self._running.items():
