@@ -53,7 +53,7 @@ class GPT(ReferenceModule):
         return logits
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Return the mean loss over the tokens of one micro-batch; log the mean of the window so far."""
+        """Return the mean loss over the tokens of one micro-batch; log the mean over the tokens of the window."""
         loss = self.token_loss(batch)
         self.record({"loss": loss}, count_tokens(batch))
         return loss

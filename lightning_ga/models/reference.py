@@ -1,7 +1,7 @@
 """What the reference models share: an optimizer, its schedule, and training curves by optimizer step.
 
-Stock Lightning logs the value of a window's last micro-batch. Here a logged ``train/…`` is the mean over the window so
-far, the same for every micro-batch; at the end of an epoch it is the mean over the epoch.
+Stock Lightning logs the value of a window's last micro-batch. Here the ``train/…`` of an optimizer step is the mean
+over its window, with ``AutoAccumulate`` and without; at the end of an epoch it is the mean over the epoch.
 
 Tested in tests/models/test_classifier.py.
 """
@@ -83,12 +83,13 @@ class ReferenceModule(LightningModule):
             mean.reset()
 
     def record(self, values: Mapping[str, Tensor], items: int) -> None:
-        """Count values of a micro-batch, each a mean over so many items; log the means of the window so far."""
+        """Count values of a micro-batch, each a mean over so many items; log the means of the window."""
         for name, value in values.items():
-            self.of_window[name].update(value.detach(), items)
             self.of_epoch[name].update(value.detach(), items)
-        curves = {f"train/{name}": mean.compute() for name, mean in self.of_window.items()}
-        self.log_dict(curves, on_step=True, on_epoch=False, batch_size=items)
+            mean = self.of_window[name]
+            mean.update(value.detach(), items)
+            mean._forward_cache = mean.compute()  # what Lightning 2.6 shows of a metric: of the window, not of a batch
+            self.log(f"train/{name}", mean, on_step=True, on_epoch=False, batch_size=items)
 
     def epoch_means(self) -> dict[str, Tensor]:
         """Return the ``train/…`` means over the epoch so far and over ranks, all of which call this."""

@@ -1,10 +1,11 @@
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from reference import quiet_trainer
+from reference import Curves, quiet_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_ga import AutoAccumulate
 from lightning_ga.models import Classifier, HashedPatchClassifier, MLPClassifier
 from lightning_ga.models.classifier import HashedPatches
 from lightning_ga.models.schedules import warmup_cosine
@@ -72,6 +73,24 @@ def test_labels_are_smoothed_in_training_alone():
     assert found["train/loss"].item() == pytest.approx(loss(scores, shares, label_smoothing=0.3).item(), rel=1e-5)
     assert found["train/acc"].item() == pytest.approx((scores.argmax(dim=1) == targets).float().mean().item())
     assert found["val/loss"].item() == pytest.approx(loss(model(images), targets).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["loader", "step", "lightning"])
+def test_a_row_has_the_means_of_its_window(mode):
+    """Those of the uncut batch, also where micro-batches are unequal; with Lightning's accumulation alone, too."""
+    curves = []
+    for cut in (False, True):
+        callbacks, settings, batch_size = [], {}, 8
+        if cut and mode == "lightning":
+            batch_size, settings = 2, {"accumulate_grad_batches": 4}
+        elif cut:
+            callbacks = [AutoAccumulate(micro_batch_size=3, micro_batching=mode, verify=False)]
+        logger, loader = Curves(), DataLoader(samples(), batch_size)
+        trainer = quiet_trainer(*callbacks, logger=logger, log_every_n_steps=1, **settings)
+        trainer.fit(small(), loader, loader)
+        assert len(logger.rows) == 6
+        curves.append([value for row in logger.rows for value in (row["train/loss"], row["train/acc"])])
+    assert curves[1] == pytest.approx(curves[0], rel=1e-5)
 
 
 def test_a_patch_has_its_row_by_its_look_and_its_place():
