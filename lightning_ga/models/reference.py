@@ -91,14 +91,11 @@ class ReferenceModule(LightningModule):
             mean._forward_cache = mean.compute()  # what Lightning 2.6 shows of a metric: of the window, not of a batch
             self.log(f"train/{name}", mean, on_step=True, on_epoch=False, batch_size=items)
 
-    def epoch_means(self) -> dict[str, Tensor]:
-        """Return the ``train/…`` means over the epoch so far and over ranks, all of which call this."""
-        return {f"train/{name}": mean.compute() for name, mean in self.of_epoch.items() if mean.update_called}
-
     def on_train_epoch_end(self) -> None:
-        """Set the values of training to the means over the epoch."""
+        """Set the values of training to the means over the epoch and over ranks."""
+        means = {f"train/{name}": mean.compute() for name, mean in self.of_epoch.items() if mean.update_called}
         # Without sync_dist Lightning warns.
-        self.log_dict(self.epoch_means(), logger=False, on_step=False, on_epoch=True, sync_dist=True)
+        self.log_dict(means, logger=False, on_step=False, on_epoch=True, sync_dist=True)
 
     def on_validation_epoch_end(self) -> None:
         """Set them in the middle of a fit as well: checkpoints and early stopping may read them here."""
