@@ -10,6 +10,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from lightning.pytorch import LightningModule
@@ -52,7 +53,8 @@ class ReferenceModule(LightningModule):
         measured: Names of the values that :meth:`record` is given.
         optimizer: Takes the parameters and returns an optimizer; Adam at 1e-3 when left out.
         lr_scheduler: Takes the optimizer and returns a scheduler, stepped once per optimizer step.
-            If it has an argument ``total_steps``, it is given the optimizer steps of the whole run.
+            If it has an argument ``total_steps``, it is given the optimizer steps of the whole run; if it has an
+            argument ``epoch_steps``, those of the first epoch.
     """
 
     def __init__(
@@ -115,7 +117,7 @@ class ReferenceModule(LightningModule):
         optimizer = self.make_optimizer(optimized)
         if self.make_scheduler is None:
             return optimizer
-        arguments = {}
+        arguments: dict[str, float] = {}
         if "total_steps" in _parameters_of(self.make_scheduler):
             steps = optimizer_steps(self.trainer)
             if self.trainer.limit_train_batches == 0:
@@ -129,6 +131,10 @@ class ReferenceModule(LightningModule):
                     "schedule needs one: give trainer.max_epochs=… or trainer.max_steps=…, or lr_scheduler=none."
                 )
             arguments["total_steps"] = int(steps)
+        if "epoch_steps" in _parameters_of(self.make_scheduler):
+            loop = self.trainer.fit_loop
+            with patch.object(loop, "max_epochs", 1), patch.object(loop.epoch_loop, "max_steps", -1):
+                arguments["epoch_steps"] = optimizer_steps(self.trainer)
         scheduler = self.make_scheduler(optimizer, **arguments)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 

@@ -84,7 +84,7 @@ BUILT = [  # what the classes say
         ["model=mlp", "optimizer=timm", "optimizer.name=lam"],
         ["optimizer.name=lam: ValueError: Optimizer lam not found", "timm.optim.list_optimizers()"],
     ),
-    (["model=mlp", "lr_scheduler.warmup_epochs=9"], ["warmup_epochs=9", "trainer.max_epochs=4"]),
+    (["model=mlp", "lr_scheduler.warmup_epochs=9"], ["warmup_epochs=9", "the 4 epochs of the run"]),
     (["model=mlp", "accumulate.normalize=TargetTokens"], ["'accumulate.normalize={_target_:TargetTokens,key:1}'"]),
     (["model=gpt", "data=definitions", "model.heads=3"], ["model.heads=3 does not divide model.width=128"]),
     (["model=gpt", "data=definitions", "model.heads=0"], ["model.heads=0 does not divide model.width=128"]),

@@ -1,3 +1,5 @@
+from functools import partial
+
 import pytest
 import torch
 from lightning.pytorch import Trainer
@@ -34,6 +36,17 @@ def test_the_cosine_rises_falls_and_stays_down():
     assert rates[:3] == [0.5, 1.0, 1.0]
     assert rates[2:21] == sorted(rates[2:21], reverse=True)
     assert rates[20:] == pytest.approx([0.01] * 5)
+
+
+@pytest.mark.parametrize("callbacks", [[], [AutoAccumulate(micro_batch_size=2, verify=False)]])
+@pytest.mark.parametrize("end", [{}, {"max_steps": 5}, {"max_epochs": -1, "max_steps": 5}])
+def test_epochs_of_warmup_have_the_steps_of_an_epoch(callbacks, end):
+    """Also if a number of steps ends the run."""
+    model = small(lr_scheduler=partial(warmup_cosine, warmup_epochs=1))
+    loader = DataLoader(samples(), batch_size=6)  # four steps
+    quiet_trainer(*callbacks, **end).fit(model, loader, loader)
+    factor = model.lr_schedulers().lr_lambdas[0]
+    assert [factor(step) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
 
 
 def test_a_test_counts_the_confusion_matrix():
