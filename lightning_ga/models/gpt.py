@@ -47,6 +47,15 @@ class GPT(ReferenceModule):
         self.evaluated: Any = nn.ModuleDict({"loss": SampleMean(), "perplexity": Perplexity()})
         self.save_hyperparameters("vocabulary", "context", "width", "depth", "heads")
 
+    def setup(self, stage: str) -> None:
+        """Refuse data whose texts may be longer than the context, before the first step."""
+        longest = getattr(self.trainer.datamodule, "max_length", 0)  # type: ignore[attr-defined]
+        if longest > self.hparams["context"]:
+            raise UserError(
+                f"model.context={self.hparams['context']} must be at least the data.max_length={longest} tokens of a "
+                "text: set data.max_length alone, which model.context follows."
+            )
+
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits ``(batch, length, vocabulary)`` of the token after each."""
         logits: Tensor = self.net(tokens)
