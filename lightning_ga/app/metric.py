@@ -3,7 +3,7 @@
 Tested in tests/app/test_own_package.py.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,7 @@ class OptimizedMetric(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Choose a metric of training: the only kind if there is no validation."""
         if self.name is not None and (self.name.startswith(OF_TRAINING) or not any(trainer.num_val_batches)):
-            self._choose(trainer, [*trainer.callback_metrics], "training")
+            after_epoch_end(pl_module, lambda: self._choose(trainer, [*trainer.callback_metrics], "training"))
 
     def _choose(self, trainer: Trainer, logged: Sequence[str], source: str) -> None:
         """Find the direction, let callbacks watch, pause those whose metric is not logged, and tell the user."""
@@ -160,6 +160,21 @@ class OptimizedMetric(Callback):
         for callback in watchers(trainer):
             if isinstance(callback, ModelCheckpoint) and trainer.state.fn == "fit":  # not into the folder of a test
                 bring_best(trainer, callback, checkpoint["callbacks"].get(callback.state_key) or {})
+
+
+def after_epoch_end(module: LightningModule, call: Callable[[], None]) -> None:
+    """Call a function after the module's next ``on_train_epoch_end``, before which its values are those of before.
+
+    Lightning 2.6 calls the hook of the module before those of early stopping and checkpoints, but after all others.
+    """
+    of_module = module.on_train_epoch_end
+
+    def both() -> None:
+        vars(module).pop("on_train_epoch_end", None)
+        of_module()
+        call()
+
+    vars(module)["on_train_epoch_end"] = both
 
 
 def watchers(trainer: Trainer) -> list[Any]:

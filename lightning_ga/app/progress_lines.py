@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from textwrap import fill
 from typing import Any
 from unittest.mock import patch
@@ -17,6 +18,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
 from lightning_ga import optimizer_steps
+from lightning_ga.app.metric import after_epoch_end
 from lightning_ga.app.mistakes import on_the_line
 from lightning_ga.app.plan_report import find_accumulate, scheduled
 from lightning_ga.app.terminal import columns, log, number
@@ -54,6 +56,7 @@ class EpochLine(Callback):
         self._fit_began = time.perf_counter()
         self._line_at = self._fit_began
         self._first_step = trainer.global_step
+        self.on_train_epoch_start(trainer, pl_module)  # Lightning leaves it out if training goes on in an epoch
         with suppress(MisconfigurationException):  # Lightning counts none with a schedule of its own
             steps = optimizer_steps(trainer)
             self._last_step = None if math.isinf(steps) else int(steps)
@@ -86,16 +89,18 @@ class EpochLine(Callback):
         self._has_validated = True
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the epoch; all ranks ask a model for its ``epoch_means``, which it logs only after this."""
-        known = {**trainer.callback_metrics}
-        means = getattr(pl_module, "epoch_means", None)
-        if callable(means):
-            known |= means()
+        """Print the epoch, with what the module logs at its end."""
+        after_epoch_end(pl_module, partial(self._print_epoch, trainer))
+
+    def _print_epoch(self, trainer: Trainer) -> None:
+        known = {**trainer.callback_metrics}  # on all ranks: Lightning may exchange values here
         if not trainer.is_global_zero:
             return
-        if not self._has_validated:  # values of the epoch before are still there
-            known = {name: value for name, value in known.items() if not name.startswith("val")}
-        metrics = {name: float(value) for name, value in known.items()}
+        metrics = {
+            name: float(value)
+            for name, value in known.items()
+            if self._has_validated or not name.startswith("val")  # values of the epoch before are still there
+        }
         seconds = time.perf_counter() - self._epoch_began
         line = epoch_line(trainer.current_epoch + 1, trainer.max_epochs, metrics, seconds)
         self._print(f"{line}, {self._rate(trainer)}{batch_of(trainer)}")

@@ -87,7 +87,8 @@ class Loaded(LightningDataModule):
 
     Args:
         batch_size: Samples of a training batch on one rank, as in any recipe.
-        eval_batch_size: Samples of a validation or test batch; it changes speed and memory, no result.
+        eval_batch_size: Samples of a validation or test batch; it changes speed and memory, and no
+            result of a model that looks at each sample alone. ``SimCLR`` compares the samples of a batch.
         num_workers: Processes that load data; 0 loads in the training process.
         val_fraction: Share of the training samples that is kept for validation.
         split_seed: Seed of that choice: the split does not change with the seed of a run.

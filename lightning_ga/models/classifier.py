@@ -52,7 +52,7 @@ class Classifier(ReferenceModule):
         return logits
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Return the mean loss of one micro-batch; log the means of the window so far."""
+        """Return the mean loss of one micro-batch; log the means of the window."""
         images, targets = batch
         logits = self(images)
         loss = F.cross_entropy(logits, targets, label_smoothing=self.label_smoothing)

@@ -47,13 +47,22 @@ class GPT(ReferenceModule):
         self.evaluated: Any = nn.ModuleDict({"loss": SampleMean(), "perplexity": Perplexity()})
         self.save_hyperparameters("vocabulary", "context", "width", "depth", "heads")
 
+    def setup(self, stage: str) -> None:
+        """Refuse data whose texts may be longer than the context, before the first step."""
+        longest = getattr(self.trainer.datamodule, "max_length", 0)  # type: ignore[attr-defined]
+        if longest > self.hparams["context"]:
+            raise UserError(
+                f"model.context={self.hparams['context']} must be at least the data.max_length={longest} tokens of a "
+                "text: set data.max_length alone, which model.context follows."
+            )
+
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits ``(batch, length, vocabulary)`` of the token after each."""
         logits: Tensor = self.net(tokens)
         return logits
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Return the mean loss over the tokens of one micro-batch; log the mean of the window so far."""
+        """Return the mean loss over the tokens of one micro-batch; log the mean over the tokens of the window."""
         loss = self.token_loss(batch)
         self.record({"loss": loss}, count_tokens(batch))
         return loss

@@ -1,7 +1,7 @@
 """What the reference models share: an optimizer, its schedule, and training curves by optimizer step.
 
-Stock Lightning logs the value of a window's last micro-batch. Here a logged ``train/…`` is the mean over the window so
-far, the same for every micro-batch; at the end of an epoch it is the mean over the epoch.
+Stock Lightning logs the value of a window's last micro-batch. Here the ``train/…`` of an optimizer step is the mean
+over its window, with ``AutoAccumulate`` and without; at the end of an epoch it is the mean over the epoch.
 
 Tested in tests/models/test_classifier.py.
 """
@@ -10,6 +10,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from lightning.pytorch import LightningModule
@@ -52,7 +53,8 @@ class ReferenceModule(LightningModule):
         measured: Names of the values that :meth:`record` is given.
         optimizer: Takes the parameters and returns an optimizer; Adam at 1e-3 when left out.
         lr_scheduler: Takes the optimizer and returns a scheduler, stepped once per optimizer step.
-            If it has an argument ``total_steps``, it is given the optimizer steps of the whole run.
+            If it has an argument ``total_steps``, it is given the optimizer steps of the whole run; if it has an
+            argument ``epoch_steps``, those of the first epoch.
     """
 
     def __init__(
@@ -83,21 +85,19 @@ class ReferenceModule(LightningModule):
             mean.reset()
 
     def record(self, values: Mapping[str, Tensor], items: int) -> None:
-        """Count values of a micro-batch, each a mean over so many items; log the means of the window so far."""
+        """Count values of a micro-batch, each a mean over so many items; log the means of the window."""
         for name, value in values.items():
-            self.of_window[name].update(value.detach(), items)
             self.of_epoch[name].update(value.detach(), items)
-        curves = {f"train/{name}": mean.compute() for name, mean in self.of_window.items()}
-        self.log_dict(curves, on_step=True, on_epoch=False, batch_size=items)
-
-    def epoch_means(self) -> dict[str, Tensor]:
-        """Return the ``train/…`` means over the epoch so far and over ranks, all of which call this."""
-        return {f"train/{name}": mean.compute() for name, mean in self.of_epoch.items() if mean.update_called}
+            mean = self.of_window[name]
+            mean.update(value.detach(), items)
+            mean._forward_cache = mean.compute()  # what Lightning 2.6 shows of a metric: of the window, not of a batch
+            self.log(f"train/{name}", mean, on_step=True, on_epoch=False, batch_size=items)
 
     def on_train_epoch_end(self) -> None:
-        """Set the values of training to the means over the epoch."""
+        """Set the values of training to the means over the epoch and over ranks."""
+        means = {f"train/{name}": mean.compute() for name, mean in self.of_epoch.items() if mean.update_called}
         # Without sync_dist Lightning warns.
-        self.log_dict(self.epoch_means(), logger=False, on_step=False, on_epoch=True, sync_dist=True)
+        self.log_dict(means, logger=False, on_step=False, on_epoch=True, sync_dist=True)
 
     def on_validation_epoch_end(self) -> None:
         """Set them in the middle of a fit as well: checkpoints and early stopping may read them here."""
@@ -117,7 +117,7 @@ class ReferenceModule(LightningModule):
         optimizer = self.make_optimizer(optimized)
         if self.make_scheduler is None:
             return optimizer
-        arguments = {}
+        arguments: dict[str, float] = {}
         if "total_steps" in _parameters_of(self.make_scheduler):
             steps = optimizer_steps(self.trainer)
             if self.trainer.limit_train_batches == 0:
@@ -131,6 +131,10 @@ class ReferenceModule(LightningModule):
                     "schedule needs one: give trainer.max_epochs=… or trainer.max_steps=…, or lr_scheduler=none."
                 )
             arguments["total_steps"] = int(steps)
+        if "epoch_steps" in _parameters_of(self.make_scheduler):
+            loop = self.trainer.fit_loop
+            with patch.object(loop, "max_epochs", 1), patch.object(loop.epoch_loop, "max_steps", -1):
+                arguments["epoch_steps"] = optimizer_steps(self.trainer)
         scheduler = self.make_scheduler(optimizer, **arguments)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 

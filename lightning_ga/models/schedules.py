@@ -17,7 +17,7 @@ def warmup_cosine(
     *,
     warmup: float = 0.0,
     warmup_epochs: float = 0,
-    epochs: int | None = None,
+    epoch_steps: float = math.inf,
     final: float = 0.0,
 ) -> LambdaLR:
     """Return a schedule that rises linearly over the first steps, then falls along half a cosine.
@@ -27,7 +27,7 @@ def warmup_cosine(
         total_steps: Optimizer steps of the whole run.
         warmup: Share of the steps that rise, 0 to 1.
         warmup_epochs: Epochs that rise, in place of ``warmup``; all epochs are taken to have the same number of steps.
-        epochs: Epochs of the whole run, for ``warmup_epochs``.
+        epoch_steps: Optimizer steps of an epoch, for ``warmup_epochs``.
         final: Share of the rate that is left at the end, 0 to 1.
 
     Raises:
@@ -39,10 +39,11 @@ def warmup_cosine(
                 f"lr_scheduler.{name}={share} must be a share from 0 to 1; lr_scheduler.warmup_epochs=… counts epochs."
             )
     if warmup_epochs:
-        if warmup or epochs is None or not 0 < warmup_epochs <= epochs:
+        epochs = total_steps / max(1, epoch_steps)
+        if warmup or not 0 < warmup_epochs <= epochs:
             raise UserError(
-                f"lr_scheduler.{warmup_epochs=} must be at most the trainer.max_epochs={epochs} of the run, and "
-                f"replaces lr_scheduler.{warmup=}: give one of the two, or lr_scheduler.epochs=…"
+                f"lr_scheduler.{warmup_epochs=} must be at most the {epochs:g} epochs of the run (trainer.max_epochs, "
+                f"trainer.max_steps), and replaces lr_scheduler.{warmup=}: give one of the two."
             )
         warmup = warmup_epochs / epochs
     rising = round(warmup * total_steps)

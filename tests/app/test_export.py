@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule
 
 from lightning_ga.app.export import save_weights
 from lightning_ga.checkpoints import read_safely
-from lightning_ga.models import MLPClassifier
+from lightning_ga.models import Classifier, MLPClassifier
 from lightning_ga.models.timm import TimmClassifier
 
 
@@ -53,6 +53,17 @@ def test_a_module_is_loaded_without_a_trainer(tmp_path, monkeypatch):
     assert "Own(optimizer=Ellipsis, width=2, dtype=torch.float64, unused=Ellipsis)" in code
     assert torch.equal(loaded(code).net.weight, model.net.weight)
     assert torch.serialization.get_unsafe_globals_in_checkpoint(Path("weights.pt")) == []
+
+
+def test_required_arguments_that_are_no_hyperparameters_are_to_be_put_in(tmp_path, monkeypatch):
+    """The network of a ``Classifier`` and its number of classes: with them, the lines run."""
+    monkeypatch.chdir(tmp_path)
+    model = Classifier(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3)), 3)
+    code = save_weights(tmp_path, model, {"state_dict": model.state_dict()})
+    assert "Classifier(net=Ellipsis, num_classes=Ellipsis)" in code
+    net = "torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3))"
+    completed = code.replace("net=Ellipsis", f"net={net}").replace("Ellipsis", "3")
+    assert torch.equal(loaded(completed).net[1].weight, model.net[1].weight)
 
 
 def test_weights_of_another_model_are_not_exported(command, shared):

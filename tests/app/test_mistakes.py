@@ -5,6 +5,7 @@ from inspect import signature
 
 import pytest
 import torch
+from command_lines import TINY
 
 from lightning_ga import AutoAccumulate, UserError
 from lightning_ga.app.mistakes import ARGUMENTS, explain
@@ -84,10 +85,14 @@ BUILT = [  # what the classes say
         ["model=mlp", "optimizer=timm", "optimizer.name=lam"],
         ["optimizer.name=lam: ValueError: Optimizer lam not found", "timm.optim.list_optimizers()"],
     ),
-    (["model=mlp", "lr_scheduler.warmup_epochs=9"], ["warmup_epochs=9", "trainer.max_epochs=4"]),
+    (["model=mlp", "lr_scheduler.warmup_epochs=9"], ["warmup_epochs=9", "the 4 epochs of the run"]),
     (["model=mlp", "accumulate.normalize=TargetTokens"], ["'accumulate.normalize={_target_:TargetTokens,key:1}'"]),
     (["model=gpt", "data=definitions", "model.heads=3"], ["model.heads=3 does not divide model.width=128"]),
     (["model=gpt", "data=definitions", "model.heads=0"], ["model.heads=0 does not divide model.width=128"]),
+    (
+        ["model=gpt", "data=definitions", "model.context=16"],
+        ["must be at least the data.max_length=512"],
+    ),
     (["model=mlp", "accumulate.whole=[encoder]"], ["accumulate.whole= names 'encoder'"]),
     (["model=mlp", "accumulate.micro_batch_multiple=0"], ["accumulate.micro_batch_multiple=0 must be at least 1"]),
     (["model=mlp", "checkpoint_every=fast"], ["checkpoint_every='fast' is neither", "write 20, '30s' or '5min'"]),
@@ -123,6 +128,14 @@ def test_a_mistake_ends_in_one_sentence(command, arguments, parts):
     for part in parts:
         assert part in run.mistake
     assert "Epoch" not in run.out
+
+
+def test_a_schedule_that_ends_with_its_run_says_so(command, shared):
+    """If training is to go on after the last epoch."""
+    line = (*TINY, "lr_scheduler=onecycle")
+    shared(*line, folder="first")
+    run = command(*line, "ckpt_path=outputs/first", "trainer.max_epochs=2", folder="longer")
+    assert "ends after 4 optimizer steps, as lr_scheduler=onecycle does: train from the start" in run.mistake
 
 
 def test_a_key_of_ones_own_that_nothing_reads_is_told(command):

@@ -63,6 +63,11 @@ class Late(Line):
             super().validation_step(batch, batch_idx)
 
 
+class Scored(Line):
+    def on_train_epoch_end(self):
+        self.log("train/epoch_score", self.current_epoch + 1.0)
+
+
 class Quality(MeanMetric):
     higher_is_better = True
 
@@ -224,6 +229,17 @@ def test_a_metric_that_may_begin_later_ends_nothing(typed, said):
     assert run.err.count(f"{said}, which logs val/mse") == 1
     assert {path.name for path in (run.folder / "checkpoints").iterdir()} == {"last.ckpt"}
     assert "Epoch 2/2" in run.out
+
+
+def test_a_metric_that_the_module_logs_at_the_end_of_an_epoch_is_that_epochs(typed):
+    """In the line of the epoch, and for checkpoints and early stopping, from the first epoch on."""
+    arguments = ("optimized_metric=train/epoch_score", "optimized_direction=min", "callbacks=[default,early_stopping]")
+    run = typed(*BARE, "model._target_=more.Scored", "trainer.max_epochs=2", *arguments)
+    assert run.code == 0, run.err
+    assert "is not logged" not in run.err
+    for epoch in (1, 2):
+        assert f"Epoch {epoch}/2: train epoch_score {epoch}.0000" in run.out
+    assert best_epoch(run) == 0
 
 
 def test_classes_are_named_on_the_line(typed):

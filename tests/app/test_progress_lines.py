@@ -77,6 +77,18 @@ def test_samples_are_those_of_the_whole_epoch(monkeypatch):
     assert line._rate(trainer) == "1.50 samples/s"
 
 
+def test_training_that_goes_on_in_an_epoch_counts_from_there(monkeypatch):
+    """Lightning then does not say that an epoch begins."""
+    clock = SimpleNamespace(now=9000.0)
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(progress, "done", lambda trainer: (trainer.samples, "samples"))
+    monkeypatch.setattr(progress, "optimizer_steps", lambda trainer: 80)
+    line, trainer = progress.EpochLine(), SimpleNamespace(samples=1000, global_step=10)
+    line.on_train_start(trainer, None)
+    clock.now, trainer.samples = 9002.0, 3000
+    assert line._rate(trainer) == "1,000 samples/s"
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

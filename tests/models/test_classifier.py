@@ -1,10 +1,13 @@
+from functools import partial
+
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from reference import quiet_trainer
+from reference import Curves, quiet_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_ga import AutoAccumulate
 from lightning_ga.models import Classifier, HashedPatchClassifier, MLPClassifier
 from lightning_ga.models.classifier import HashedPatches
 from lightning_ga.models.schedules import warmup_cosine
@@ -33,6 +36,17 @@ def test_the_cosine_rises_falls_and_stays_down():
     assert rates[:3] == [0.5, 1.0, 1.0]
     assert rates[2:21] == sorted(rates[2:21], reverse=True)
     assert rates[20:] == pytest.approx([0.01] * 5)
+
+
+@pytest.mark.parametrize("callbacks", [[], [AutoAccumulate(micro_batch_size=2, verify=False)]])
+@pytest.mark.parametrize("end", [{}, {"max_steps": 5}, {"max_epochs": -1, "max_steps": 5}])
+def test_epochs_of_warmup_have_the_steps_of_an_epoch(callbacks, end):
+    """Also if a number of steps ends the run."""
+    model = small(lr_scheduler=partial(warmup_cosine, warmup_epochs=1))
+    loader = DataLoader(samples(), batch_size=6)  # four steps
+    quiet_trainer(*callbacks, **end).fit(model, loader, loader)
+    factor = model.lr_schedulers().lr_lambdas[0]
+    assert [factor(step) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
 
 
 def test_a_test_counts_the_confusion_matrix():
@@ -72,6 +86,24 @@ def test_labels_are_smoothed_in_training_alone():
     assert found["train/loss"].item() == pytest.approx(loss(scores, shares, label_smoothing=0.3).item(), rel=1e-5)
     assert found["train/acc"].item() == pytest.approx((scores.argmax(dim=1) == targets).float().mean().item())
     assert found["val/loss"].item() == pytest.approx(loss(model(images), targets).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["loader", "step", "lightning"])
+def test_a_row_has_the_means_of_its_window(mode):
+    """Those of the uncut batch, also where micro-batches are unequal; with Lightning's accumulation alone, too."""
+    curves = []
+    for cut in (False, True):
+        callbacks, settings, batch_size = [], {}, 8
+        if cut and mode == "lightning":
+            batch_size, settings = 2, {"accumulate_grad_batches": 4}
+        elif cut:
+            callbacks = [AutoAccumulate(micro_batch_size=3, micro_batching=mode, verify=False)]
+        logger, loader = Curves(), DataLoader(samples(), batch_size)
+        trainer = quiet_trainer(*callbacks, logger=logger, log_every_n_steps=1, **settings)
+        trainer.fit(small(), loader, loader)
+        assert len(logger.rows) == 6
+        curves.append([value for row in logger.rows for value in (row["train/loss"], row["train/acc"])])
+    assert curves[1] == pytest.approx(curves[0], rel=1e-5)
 
 
 def test_a_patch_has_its_row_by_its_look_and_its_place():

@@ -4,8 +4,10 @@ import math
 
 import pytest
 import torch
-from reference import quiet_trainer
+from reference import Curves, quiet_trainer
 
+from lightning_ga import AutoAccumulate
+from lightning_ga.counters import TargetTokens
 from lightning_ga.data import Definitions
 from lightning_ga.data.sets import TextDataset, pad
 from lightning_ga.models import GPT
@@ -39,6 +41,22 @@ def test_perplexity_is_the_exponential_of_the_loss():
     with torch.no_grad():
         assert logged["val/loss"] == pytest.approx(float(model.token_loss(batch(*TEXTS))), rel=1e-6)
     assert math.isfinite(logged["train/loss"])
+
+
+@pytest.mark.parametrize("mode", ["loader", "step"])
+def test_a_row_has_the_mean_over_the_tokens_of_its_window(mode):
+    """That of the uncut batch, though its texts are of unequal length."""
+    curves = []
+    for micro_batch_size in (6, 2):
+        loader = torch.utils.data.DataLoader(TextDataset(TEXTS * 2, 32), batch_size=6, collate_fn=pad)
+        settings = {"micro_batch_size": micro_batch_size, "micro_batching": mode, "normalize": TargetTokens()}
+        callback = AutoAccumulate(**settings, verify=False)
+        logger = Curves()
+        trainer = quiet_trainer(callback, logger=logger, log_every_n_steps=1, precision="64-true")
+        trainer.fit(small(), loader, loader)
+        curves.append([row["train/loss"] for row in logger.rows])
+    assert len(curves[0]) == 4
+    assert curves[1] == pytest.approx(curves[0], rel=1e-5)
 
 
 def test_definitions_come_whole_and_in_three_parts():

@@ -67,11 +67,11 @@ def test_parameters_in_place_of_a_module_are_refused():
 def test_epochs_of_warmup_are_a_share_of_the_run():
     """The factors are those of the share; both kinds at once, and more epochs than there are, are refused."""
     factors = []
-    for warmup in ({"warmup": 0.25}, {"warmup_epochs": 5, "epochs": 20}):
+    for warmup in ({"warmup": 0.25}, {"warmup_epochs": 5, "epoch_steps": 2}):
         optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), 1.0)
         schedule = warmup_cosine(optimizer, 40, **warmup)
         factors.append([schedule.lr_lambdas[0](step) for step in range(41)])
     assert factors[0] == factors[1]
-    for wrong in ({"warmup": 0.1, "epochs": 20}, {"epochs": 4}, {}):
+    for wrong in ({"warmup": 0.1, "epoch_steps": 2}, {"epoch_steps": 10}, {}):
         with pytest.raises(UserError, match="warmup_epochs=5 must be at most"):
             warmup_cosine(optimizer, 40, warmup_epochs=5, **wrong)

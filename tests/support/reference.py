@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loggers.logger import DummyLogger
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 FEATURES = 5
@@ -41,6 +42,19 @@ class SizedStreamOf(StreamOf):
 
     def __len__(self) -> int:
         return len(self.dataset)
+
+
+class Curves(DummyLogger):
+    """The rows of the optimizer steps: values of training by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[dict[str, float]] = []
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        row = {name: float(value) for name, value in metrics.items() if name.startswith("train/")}
+        if row:
+            self.rows.append(row)
 
 
 class Regression(pl.LightningModule):
