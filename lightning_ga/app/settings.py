@@ -7,7 +7,7 @@ from enum import Enum
 from importlib import import_module
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from lightning_ga.app.other_tools import OWN_KEYS, SECTIONS, Groups, by_nearest, in_our_words, is_override
 from lightning_ga.errors import UserError
@@ -61,7 +61,7 @@ def read_settings(cfg: DictConfig) -> Settings:
         raise UserError(f"ckpt_path=auto is for task=fit, and this is task={result.task.name}: give ckpt_path=best.")
     for key in OF_GROUPS.keys() & {*(cfg.get("trainer") or ())}:
         raise UserError(f"trainer.{key} is read by nothing: write {OF_GROUPS[key]}.")
-    if not isinstance(cfg.get("tags") or [], Sequence):
+    if not isinstance(cfg.get("tags") or [], (list, ListConfig)):
         raise UserError(f"tags={cfg.tags} is no list: write tags=[{cfg.tags}].")
     if cfg.get("train") is False:  # of lightning-hydra-template
         added = "" if "task" in cfg else "+"
