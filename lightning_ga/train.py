@@ -118,7 +118,7 @@ def refuse(_: argparse.ArgumentParser, message: str) -> NoReturn:
 def run_job(cfg: DictConfig, arguments: Sequence[str]) -> float | None:
     """Do what a configuration says; return the optimized metric, for sweepers."""
     own = HydraConfig.get()
-    unread = check_typed(cfg, arguments, options())
+    unread = check_typed(cfg, arguments, {**dict.fromkeys(own.runtime.choices, ()), **options()})  # of the user, too
     settings = read_settings(cfg)
     for sentence in unread:
         warn(sentence)

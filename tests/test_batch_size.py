@@ -206,6 +206,10 @@ def test_no_larger_batch_than_the_verdict_follows_within_the_bound(losses: dict[
         (["ckpt_path=nowhere"], "ckpt_path=nowhere is no checkpoint in the folder of a run"),
         (["ckpt_path=a", "sampels=3"], "Key 'sampels' is not in struct"),
         (["ckpt_path=[1"], "while parsing a flow sequence"),
+        (["ckpt_path=0"], "ckpt_path=0 is no checkpoint"),
+        (["ckpt_path=off"], "ckpt_path=False is no checkpoint"),
+        (["ckpt_path=null"], "ckpt_path=None is no checkpoint"),
+        (["ckpt_path=a", "trainer=cpu"], "trainer=cpu names no option here: write trainer.accelerator=cpu"),
     ],
 )
 def test_what_is_typed_wrongly_is_one_sentence(arguments: list[str], message: str) -> None:
@@ -221,6 +225,8 @@ def test_a_batch_of_no_samples_is_refused(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     with pytest.raises(UserError, match="batch=0 must be at least 1"):
         main([f"ckpt_path={tmp_path}", "batch=0"])
+    with pytest.raises(UserError, match="or it ran with accumulate=off: give batch=…"):
+        main([f"ckpt_path={tmp_path}"])
 
 
 def interrupted(*_: Any) -> float:

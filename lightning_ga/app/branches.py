@@ -31,7 +31,9 @@ def branch_from(typed: Sequence[str], measure: Callable[..., Any], *, descriptio
         print(f"{description}\n{OmegaConf.to_yaml(OmegaConf.create(keys))}")
         return
     given = composed(keys, typed)
-    path = Path(given.pop("ckpt_path"))
+    path = Path(str(given.pop("ckpt_path")))
+    if not isinstance(given["trainer"], dict):
+        raise UserError(f"trainer={given['trainer']} names no option here: write trainer.accelerator=cpu.")
     if path.is_dir():
         path = path / "checkpoints" / "last.ckpt"
     folder = path.parent.parent
@@ -72,6 +74,10 @@ def batch_of(cfg: Any, folder: Path) -> int:
     """Return the effective batch of a run, unless its batch or its rate followed a schedule."""
     section = cfg.get("accumulate") or {}
     schedules = (section.get("effective_batch_size"), section.get("accumulate"))
-    if any(map(OmegaConf.is_dict, schedules)) or section.get("scale_lr", "none") != "none":
-        raise UserError("The run's batch or learning rate followed a schedule: give batch=…, which the rate is for.")
-    return int(read_json(folder / PLAN)["plan"]["effective_batch_size"])
+    plan = read_json(folder / PLAN).get("plan")
+    if not plan or any(map(OmegaConf.is_dict, schedules)) or section.get("scale_lr", "none") != "none":
+        raise UserError(
+            "The run's batch or learning rate followed a schedule, or it ran with accumulate=off: give batch=…, which "
+            "the rate is for."
+        )
+    return int(plan["effective_batch_size"])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Size, Tensor
 
-from lightning_ga.app.run_files import CONFIG
+from lightning_ga.app.run_files import CONFIG, SWEEP
 from lightning_ga.checkpoints import read_safely
 from lightning_ga.errors import UserError
 
@@ -30,12 +30,14 @@ def find_checkpoint(
 
 
 def latest_of(name: str, weights: Mapping[str, Tensor], roots: Sequence[Path], own: Path) -> Path:
-    """The newest ``NAME.ckpt``: of the run's own folder, else of all folders, if its weights fit."""
+    """The newest ``NAME.ckpt``: of the run's own folder, else of all but those of its sweep, if its weights fit."""
     folders = {*folders_of(own)}
     is_own = bool(folders)
     if not is_own:
+        sweep = {folder for folder in own.resolve().parents if (folder / SWEEP).is_file()}  # of other new jobs
         for root in roots:
-            folders |= {path.parent for path in root.glob("**/checkpoints/*.ckpt")}
+            found = root.glob("**/checkpoints/*.ckpt")
+            folders |= {path.parent for path in found if not sweep & {*path.resolve().parents}}
     files = [in_folder(folder, name) for folder in folders]
     for path in sorted(filter(Path.is_file, files), key=lambda path: path.stat().st_mtime, reverse=True):
         if is_own or fits(path, weights):
@@ -51,12 +53,13 @@ def folders_of(run: Path) -> list[Path]:
 
 
 def in_folder(folder: Path, name: str) -> Path:
-    """``NAME.ckpt``; the best one may have another name, or be in the folder of an earlier run: the last one tells."""
+    """``NAME.ckpt``; the best one may have another name, or be in the folder of an earlier run: the latest tells."""
     path = folder / f"{name}.ckpt"
     if name != "best" or path.is_file():
         return path
     with suppress(UserError, LookupError, AttributeError, ValueError):  # no last one, or none of its callbacks watches
-        states = read_safely(folder / "last.ckpt")["callbacks"]
+        latest = max(folder.glob("*.ckpt"), key=lambda one: (one.name == "last.ckpt", one.stat().st_mtime))
+        states = read_safely(latest)["callbacks"]
         optimized = states.get("OptimizedMetric", {}).get("name")
         watching = [state for state in states.values() if state.get("monitor") and state.get("best_model_path")]
         best = min(watching, key=lambda state: state["monitor"] != optimized)

@@ -33,7 +33,7 @@ class OwnFolder(Callback):
         try:
             folder = Path(config.hydra[kind].dir or "")
             if folder == Path():
-                raise UserError(f"hydra.{kind}.dir is empty, and Hydra would write into this folder: give it a name.")
+                raise UserError(f"hydra.{kind}.dir is this folder, and Hydra would write into it: name another one.")
             if is_first_rank():
                 if kind == "run" and continues(config):
                     set_aside(folder)
@@ -104,7 +104,7 @@ def require_free(folder: Path, config: Mapping[str, Any], *, leaves: Sequence[st
         return
     raise UserError(
         f"{str(folder)!r} contains files of a run ({', '.join(held[:3])}): give the new run another folder, or "
-        f"resume with ckpt_path={folder}."
+        f"resume with task=fit ckpt_path={folder}."
     )
 
 

@@ -45,7 +45,7 @@ def words_of_job(folder: Path, arguments: Sequence[str]) -> list[str]:
     words = [word for word in arguments if not is_override(word) and word not in ("-m", "--multirun")]
     words += task
     quoted = str(folder).replace("\\", "\\\\").replace('"', '\\"')
-    words += [f'hydra.run.dir="{quoted}"', f"hydra.job.num={own.job.num}"]
+    words += [f'hydra.run.dir="{quoted}"', f"hydra.job.num={own.job.num}", "hydra.mode=RUN"]
     if "own_folder" in own.callbacks:
         words.append("~hydra.callbacks.own_folder")
     return words

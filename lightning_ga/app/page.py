@@ -70,7 +70,7 @@ def curves(*runs: RunFiles) -> dict[str, str]:
     """A picture for each measure that the runs log, that of the optimized metric first."""
     optimized = optimized_metric(runs[0])
     direction = str(runs[0].result.get("optimized_direction"))
-    by_run = {run.name: run.curves for run in runs}
+    by_run = {f"{place}: {run.name}": run.curves for place, run in enumerate(runs, 1)}  # names may be alike
     pictures = {}
     for measure in measures(*runs):
         figure = curves_figure(by_run, measure, optimized, direction)

@@ -28,10 +28,10 @@ SVG_WIDTH = 5.2  # inches: text is read on a narrow screen too
 SVG_METADATA = ("Creator", "Date", "Format", "Type")  # left out: they differ from run to run, or repeat what is seen
 
 
-STYLES = {  # words, colour, line and mark of a stage's curves, by the beginning of their names
-    "train": ("training, ", "C0", "-", "o"),
-    "val": ("validation, ", "C1", "--", "s"),
-    "test": ("test, ", "C2", ":", "*"),
+STYLES = {  # words, colour, line and mark of a stage's curves, by a pattern of the beginning of their names
+    "train(ing)?[/_.-]": ("training, ", "C0", "-", "o"),
+    "val(id|idation)?[/_.-]": ("validation, ", "C1", "--", "s"),
+    "test[/_.-]": ("test, ", "C2", ":", "*"),
     "": ("", "C3", "-.", "d"),
 }
 NAME = re.compile(
@@ -94,7 +94,7 @@ def curves_figure(
 
 def set_style(line: Line2D, name: str, points: int) -> None:
     """Give a curve the colour, line, marks and label of its stage."""
-    words, color, dashes, mark = STYLES[next(filter(name.startswith, STYLES))]
+    words, color, dashes, mark = STYLES[next(stage for stage in STYLES if re.match(stage, name))]
     every = 1 + points // MOST_MARKS
     line.set(color=color, linestyle=dashes, marker=mark, markevery=every, label=words + brief(name))
 

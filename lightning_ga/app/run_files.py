@@ -96,7 +96,7 @@ def read_sweep(folder: Path) -> Sweep | None:
     direction = "min"
     for path in sorted(folder.glob("**/.hydra/overrides.yaml")):
         settings = {}
-        words = [*map(str, OmegaConf.load(path))]
+        words = [*map(str, read_yaml(path))]
         for word in words:
             key, _, value = word.partition("=")
             settings[key.lstrip("+~")] = value
@@ -144,8 +144,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_yaml(path: Path) -> Any:
-    """The content of a YAML file; empty if there is none."""
-    return OmegaConf.create(text_of(path) or "{}")
+    """The content of a YAML file; empty if there is none, or only half of one."""
+    with suppress(Exception):  # of YAML, or of OmegaConf
+        return OmegaConf.create(text_of(path) or "{}")
+    return OmegaConf.create()
 
 
 def read_curves(folder: Path) -> dict[str, Curve]:

@@ -7,15 +7,21 @@ from enum import Enum
 from importlib import import_module
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from lightning_ga.app.other_tools import OWN_KEYS, SECTIONS, Groups, by_nearest, in_our_words
+from lightning_ga.app.other_tools import OWN_KEYS, SECTIONS, Groups, by_nearest, in_our_words, is_override
 from lightning_ga.errors import UserError
 
 Config = dict[str, Any]
 Task = Enum("Task", ["fit", "validate", "test", "predict", "export"])
 Progress = Enum("Progress", ["auto", "bar", "plain", "none"])
 Direction = Enum("Direction", ["min", "max"])
+OF_GROUPS = {  # arguments of the Trainer that groups and keys decide, and what to write instead
+    "callbacks": "callbacks.NAME._target_=…",
+    "logger": "logger.NAME._target_=…",
+    "enable_checkpointing": "callbacks=none for a run without checkpoints",
+    "enable_progress_bar": "progress=bar, plain or none",
+}
 BETTER = {"max": "larger is better", "min": "smaller is better"}  # by direction
 LARGER_IS_BETTER = re.compile(  # words of metrics, without their digits: f is that of f1, r that of r2
     "acc|accuracy|top|auroc|auc|auprc|ap|map|ar|mar|f|fbeta|precision|recall|sensitivity|specificity|m?iou|giou|jaccard|"
@@ -53,8 +59,10 @@ def read_settings(cfg: DictConfig) -> Settings:
         raise UserError(f"dry_run=true shows the plan of a training, and task={result.task.name} has none: drop one.")
     if result.ckpt_path == "auto" and result.task is not Task.fit:
         raise UserError(f"ckpt_path=auto is for task=fit, and this is task={result.task.name}: give ckpt_path=best.")
-    if {"callbacks", "logger"} & {*(cfg.get("trainer") or ())}:
-        raise UserError("trainer.callbacks and trainer.logger are read by nothing: set callbacks.NAME._target_=…")
+    for key in OF_GROUPS.keys() & {*(cfg.get("trainer") or ())}:
+        raise UserError(f"trainer.{key} is read by nothing: write {OF_GROUPS[key]}.")
+    if not isinstance(cfg.get("tags") or [], (list, ListConfig)):
+        raise UserError(f"tags={cfg.tags} is no list: write tags=[{cfg.tags}].")
     if cfg.get("train") is False:  # of lightning-hydra-template
         added = "" if "task" in cfg else "+"
         raise UserError(f"train=false is read by nothing here: write {added}task=test ckpt_path=best.")
@@ -101,7 +109,7 @@ def check_typed(cfg: DictConfig, words: Sequence[str], groups: Groups) -> list[s
         warnings.append(by_nearest(section, known, said, cutoff=0.85))
     unread = unread_groups(cfg)
     for word in words:
-        if word.startswith("-"):
+        if not is_override(word):
             continue
         key, _, value = word.lstrip("+~").partition("=")
         section = re.split(r"[./@]", key)[0]

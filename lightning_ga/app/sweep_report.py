@@ -10,7 +10,7 @@ from typing import Any
 from lightning_ga.app.mistakes import one_line
 from lightning_ga.app.page import PAGE, TEMPLATES, differing
 from lightning_ga.app.plots import as_svg, sweep_figure
-from lightning_ga.app.run_files import Job, Sweep, read_sweep, write_text
+from lightning_ga.app.run_files import Job, Sweep, read_config, read_sweep, write_text
 from lightning_ga.app.terminal import columns, number
 from lightning_ga.errors import printable
 
@@ -63,8 +63,8 @@ def report_sweep(folder: Path) -> None:
     sweep = read_sweep(folder)
     if sweep is None or len(sweep.jobs) < 2:
         return
-    if sweep.jobs[0].settings.get("dry_run", "").lower() == "true":  # plans, which nothing orders
-        return
+    if str(read_config(folder / sweep.jobs[0].name).get("dry_run")).lower() in ("true", "1", "yes", "on"):
+        return  # plans, which nothing orders
     print(f"\njob  {sweep.metric:12} overrides")
     keys = differing_keys(sweep)
     for job in sweep.jobs:

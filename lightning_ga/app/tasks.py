@@ -64,14 +64,17 @@ def run_task(cfg: DictConfig, settings: Settings) -> dict[str, Any]:
     with quiet_lightning():
         run = build(cfg, settings, folder)
         checkpoint = wanted_checkpoint(run, written)
+        steps = resumable_steps(checkpoint) if checkpoint and run.trainer.is_global_zero else None
         if run.trainer.is_global_zero:
             write_text(folder / CONFIG, OmegaConf.to_yaml(OmegaConf.create(written)))
-            steps = None if checkpoint is None else resumable_steps(checkpoint)
+            if settings.task is Task.fit and not settings.dry_run:
+                for name in (RESULT, PAGE):  # of the run before a resume: this one has no result yet
+                    (folder / name).unlink(missing_ok=True)
             for path in folder.glob("csv/metrics.csv"):  # of the run before a resume: Lightning would delete it
                 put_aside(path, path.with_name(f"metrics-{time.time_ns()}.csv"), before=steps)
         for logger in run.trainer.loggers:
             logger.log_hyperparams({**written, "parameters": count_parameters(run.model)})
-        with interruptions_reported(lambda: outcome(run)):
+        with interruptions_reported(lambda: outcome(run, steps)):
             metrics = TASKS[settings.task](run, checkpoint)
             result: dict[str, Any] = {**metrics}
             if run.metric.name in metrics:
@@ -112,7 +115,7 @@ def announced(run: BuiltRun, path: Path) -> Path:
     log.info(printable(f"Checkpoint: {path} (epoch {epoch}, {steps:,} optimizer steps)"))
     most = run.trainer.max_epochs or -1  # without an end
     if run.settings.task is Task.fit and 0 < most <= epoch and not continues(run.config):
-        warn(f"The checkpoint has trained {counted(epoch, 'epoch')} of trainer.max_epochs={most}: set a larger number.")
+        warn(f"The checkpoint is of epoch {epoch}, and trainer.max_epochs={most}: set a larger number for more epochs.")
     return path
 
 
@@ -197,7 +200,7 @@ def predict(run: BuiltRun, checkpoint: Path | None) -> Metrics:
     if run.trainer.world_size > 1:
         raise UserError("task=predict runs on one device: use trainer.devices=1.")
     batches: Any = run.trainer.predict(run.model, datamodule=run.data, ckpt_path=checkpoint)
-    save_predictions(run.folder / "predictions", batches)
+    save_predictions(run.folder / "predictions", batches or ())  # None with limit_predict_batches=0
     return {}
 
 
@@ -228,19 +231,23 @@ def measured(run: BuiltRun) -> Metrics:
     return {name: float(value) for name, value in run.trainer.callback_metrics.items()}
 
 
-def outcome(run: BuiltRun) -> str:
-    """How far a run came that was ended early, and the command that goes on from its newest checkpoint, if any."""
+def outcome(run: BuiltRun, begun: int | None) -> str:
+    """How far a run came that was ended early, and the command that goes on: from its newest checkpoint, if any.
+
+    A run that began at so many steps, and has at most a copy of an earlier best one, is repeated in another folder.
+    """
     if (run.folder / RESULT).is_file() or run.settings.task is not Task.fit:
         return f"what was done is in {run.folder}."
-    left_out = ("ckpt_path=", "hydra.run.dir=", "hydra.sweep.dir=")
-    line = ["python", "-m", "lightning_ga.train"]
-    line += [word for word in sys.argv[1:] if not word.startswith(left_out)]
     own = HydraConfig.get()
+    added: list[str] = []
     if own.mode == RunMode.MULTIRUN:
-        line.append(f"hydra.sweep.dir={own.sweep.dir}")
-    else:
-        line += [f"hydra.run.dir={run.folder}", "ckpt_path=auto"]
-    return f"{run.trainer.global_step:,} optimizer steps were done. Resume with: {shlex.join(line)}"
+        added = [f"hydra.sweep.dir={own.sweep.dir}"]
+    elif begun is None or begun <= max([resumable_steps(path) or 0 for path in run.folder.rglob("*.ckpt")], default=-1):
+        added = [f"hydra.run.dir={run.folder}", "ckpt_path=auto"]
+    replaced = ("hydra.run.dir=", *(word[: word.index("=") + 1] for word in added))
+    words = [word for word in sys.argv[1:] if not word.startswith(replaced)]
+    line = shlex.join(["python", "-m", "lightning_ga.train", *words, *added])
+    return f"{run.trainer.global_step:,} optimizer steps were done. Resume with: {line}"
 
 
 def summarize(run: BuiltRun, metrics: Metrics, result: dict[str, Any], seconds: float) -> None:
@@ -284,7 +291,7 @@ def save_predictions(path: Path, batches: Sequence[Any]) -> None:
     arrays: dict[str, Any] = {}
     with suppress(LookupError, RuntimeError, TypeError):  # not of one kind or shape
         arrays = joined(batches)
-    if not arrays:
+    if not arrays or {"file", "allow_pickle"} & arrays.keys():  # which np.savez takes for its own arguments
         torch.save(list(batches), path.with_suffix(".pt"))
     elif "" in arrays:
         np.save(path.with_suffix(".npy"), arrays[""])

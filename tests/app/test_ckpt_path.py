@@ -33,6 +33,27 @@ def test_last_is_the_latest_with_the_same_weights(tmp_path):
         find_checkpoint("best", WEIGHTS, [tmp_path])
 
 
+def test_jobs_of_a_sweep_do_not_go_on_from_each_other(tmp_path):
+    """All begin with the same run, however late they start; a job that is started again has its own checkpoint."""
+    before = leave_run(tmp_path, "runs/before", 30)
+    sweep = tmp_path / "sweeps" / "new"
+    first = leave_run(sweep, "lr=1/seed=0", 10)
+    (sweep / "multirun.yaml").touch()
+    assert find_checkpoint("last", WEIGHTS, [tmp_path], own=sweep / "lr=1" / "seed=1") == before
+    assert find_checkpoint("last", WEIGHTS, [tmp_path], own=sweep / "lr=1" / "seed=0") == first
+    assert find_checkpoint("last", WEIGHTS, [tmp_path], own=tmp_path / "runs" / "after") == first
+
+
+def test_the_best_of_several_is_told_by_the_newest(tmp_path):
+    """If no callback has left a last one."""
+    older = leave_run(tmp_path, "run", 20)
+    best = older.rename(older.with_name("best-0-4.ckpt"))
+    newest = leave_run(tmp_path, "newest", 10, callbacks={"Best": {"monitor": "x", "best_model_path": str(best)}})
+    newest.rename(best.with_name("best-1-8.ckpt"))
+    for wanted in (str(tmp_path / "run"), "best"):
+        assert find_checkpoint(wanted, WEIGHTS, [tmp_path], kind="best") == best
+
+
 def test_a_folder_means_the_checkpoint_of_its_run(tmp_path):
     """The last state to go on with, the best one to test."""
     path = leave_run(tmp_path, "run", 10)

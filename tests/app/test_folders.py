@@ -210,11 +210,11 @@ def test_a_resume_that_cannot_go_on_says_what_to_change(command, shared, changed
 
 
 def test_a_resume_of_a_run_that_has_ended_says_so(command, shared):
-    """It has trained all of its epochs."""
+    """It has trained all of its epochs; a sentence that also holds in the middle of the last one."""
     first = shared(*TINY, folder="first")
     ended = command(*TINY, "test=false", f"ckpt_path={first.folder}", folder="ended")
     assert ended.code == 0, ended.err
-    assert "has trained 1 epoch of trainer.max_epochs=1: set a larger number" in ended.err
+    assert "The checkpoint is of epoch 1, and trainer.max_epochs=1: set a larger number" in ended.err
 
 
 def test_a_failed_job_of_a_sweep_is_named(command):

@@ -270,6 +270,27 @@ def test_own_keys_are_the_users_business_and_reach_the_loggers(typed):
     assert str(Path.home()) not in kept
 
 
+def test_groups_of_ones_own_are_read(typed):
+    """No warning of their words, nor of the values of options."""
+    own_file("hparams_search/two.yaml", "# @package _global_\ntrainer: {max_epochs: 1}\n")
+    own_file("mine/quick.yaml", "rate: 0.5\n")
+    own_file("train_mine.yaml", "defaults: [train, mine: quick, optional hparams_search: null, _self_]\n")
+    line = ("--config-dir", "conf", "--config-name", "train_mine", "mine=quick", "hparams_search=two")
+    run = typed(*line, *BARE, "+note=x", "dry_run=true")
+    assert run.code == 0, run.err
+    assert run.err.count("is read by nothing") == 1
+    assert "+note=x is read by nothing" in run.err
+    assert typed("--config-name", "train", *BARE, "dry_run=true", folder="named").err == ""
+
+
+def test_the_file_of_a_machine_is_read_after_the_experiment(typed):
+    own_file("local/default.yaml", "# @package _global_\ntrainer: {max_epochs: 77}\n")
+    own_file("experiment/mine.yaml", "# @package _global_\ntrainer: {max_epochs: 5}\n")
+    line = ("--config-dir", "conf", "experiment=mine", *BARE, "--cfg", "job")
+    assert "max_epochs: 77\n" in typed(*line).out
+    assert "max_epochs: 6\n" in typed(*line, "trainer.max_epochs=6").out
+
+
 MISTAKES = [
     (["model.scheduler={_target_:torch.optim.lr_scheduler.CosineAnnealingLR,T_max:9}"],
      "model.scheduler has no T_max, but"),

@@ -83,14 +83,14 @@ def test_a_job_that_is_interrupted_ends_the_sweep(command, monkeypatch, signum, 
 
 
 def test_the_command_line_of_a_job_keeps_options_and_quotes(monkeypatch):
-    """Interpolations stay as they are written; the sweep's own options go."""
+    """Interpolations stay as they are written; the sweep's own options go, and so does a sweep that a file defines."""
     overrides = {"task": ["+a=${b}", "x=[1,2]"], "hydra": ["hydra.sweep.dir=many"]}
     own = OmegaConf.create({"overrides": overrides, "job": {"num": 4}, "callbacks": {}})
     monkeypatch.setattr(HydraConfig, "get", lambda: own)
     typed = ["-m", "--config-path=/conf", "--config-name", "mine", "~a", "x=[1,2],[3]", "hydra.sweep.dir=many"]
     assert words_of_job(Path('many/a "b"'), typed) == [
         *("--config-path=/conf", "--config-name", "mine", "+a=${b}", "x=[1,2]"),
-        *(r'hydra.run.dir="many/a \"b\""', "hydra.job.num=4"),
+        *(r'hydra.run.dir="many/a \"b\""', "hydra.job.num=4", "hydra.mode=RUN"),
     ]
 
 

@@ -10,7 +10,7 @@ from browser import WIDTHS, look_at, needs_chromium
 from omegaconf import OmegaConf
 
 from lightning_ga import AutoAccumulate
-from lightning_ga.app.page import comparison_page, run_page
+from lightning_ga.app.page import comparison_page, curves, run_page
 from lightning_ga.app.plan_report import records_of, save_plan
 from lightning_ga.app.plots import as_svg, confusion_figure, curves_figure, measure_of, probe_figure, sweep_figure
 from lightning_ga.app.run_files import read_run
@@ -130,6 +130,16 @@ def test_a_bad_verdict_looks_like_a_warning(tmp_path, cause, factor, accepted, w
     assert page.count('<div class="card warning">') == 2, "a value that is not finite, and out-of-memory errors"
 
 
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [("val_loss", "validation, "), ("valid/x", "validation, "), ("value_loss", ""), ("trainable", "")],
+)
+def test_the_stage_of_a_curve_is_a_whole_word(name, stage):
+    """``value_loss`` is none of validation."""
+    (axes,) = curves_figure({"run": {name: [(0, 1.0)]}}, measure_of(name)).axes
+    assert axes.get_lines()[0].get_label() == stage + name
+
+
 def test_classes_are_shown_as_a_matrix():
     """With counts and names if they are few; all of many are one picture without numbers."""
     (axes,) = confusion_figure([[3, 1], [0, 2]], ["cat", "$dog$"]).axes
@@ -218,6 +228,8 @@ def test_several_runs_are_shown_side_by_side(tmp_path, monkeypatch, capsys):
     page = comparison_page([read_run(one), read_run(other)])
     assert "<td>data.batch_size</td><td>64</td><td>32</td>" in page
     assert "x/one, training" in page
+    twins = curves(read_run(one), replace(read_run(other), name="x/one"))
+    assert twins["loss"].count("training, train/loss") == 2, "of folders whose last two parts are alike"
     monkeypatch.chdir(tmp_path)
     (tmp_path / "killed").mkdir()  # before it has written anything
     main([str(one), str(other), "killed"])
@@ -240,6 +252,10 @@ def test_what_a_killed_run_has_left_is_shown(tmp_path, capsys):
     assert run.curves == {"train/loss": [(0, 1.5), (1, 0.5), (3, 0.2)]}
     assert run.result == {}
     assert "${oc.env:TOKEN}/x" in run_page(run)
+    whole = (tmp_path / "config.yaml").read_text()
+    for length in range(len(whole)):
+        (tmp_path / "config.yaml").write_text(whole[:length])
+        assert run_page(read_run(tmp_path))
 
 
 def test_the_picture_of_a_probe_shows_curve_trials_budget_and_limit():

@@ -1,6 +1,8 @@
 import csv
 import json
 
+import pytest
+
 from lightning_ga.app.sweep_report import report_sweep
 
 
@@ -29,12 +31,14 @@ def test_a_sweep_ends_with_a_table(tmp_path, capsys):
         assert [row["outcome"] for row in csv.DictReader(file)] == ["done", "done", "done", "done", "failed"]
 
 
-def test_a_sweep_of_plans_has_no_table(tmp_path, capsys):
-    """Its jobs have no result, and have not failed."""
+@pytest.mark.parametrize("value", ["true", "1", "'yes'"])
+def test_a_sweep_of_plans_has_no_table(tmp_path, capsys, value):
+    """Its jobs have no result, and have not failed, however it was typed or in whichever file it stands."""
     (tmp_path / "multirun.yaml").touch()
     for name in ("0", "1"):
         (tmp_path / name / ".hydra").mkdir(parents=True)
-        (tmp_path / name / ".hydra" / "overrides.yaml").write_text(f"- seed={name}\n- dry_run=True\n")
+        (tmp_path / name / ".hydra" / "overrides.yaml").write_text(f"- seed={name}\n")
+        (tmp_path / name / "config.yaml").write_text(f"dry_run: {value}\n")
     report_sweep(tmp_path)
     assert capsys.readouterr().out == ""
     assert not (tmp_path / "report.html").exists()

@@ -29,7 +29,14 @@ def test_predictions_of_any_kind_are_kept(tmp_path):
     save_predictions(path, [{"a": part, "b": part[:, 0]}, {"a": part, "b": part[:, 0]}])
     with np.load(tmp_path / "p.npz") as arrays:
         assert {name: arrays[name].shape for name in arrays} == {"a": (4, 3), "b": (4,)}
-    for batches in ([part, part[:, :1]], [torch.tensor(1.0)], [[part], [part]], [{"a": part}, {"b": part}], []):
+    for batches in (
+        [{"file": part}],
+        [part, part[:, :1]],
+        [torch.tensor(1.0)],
+        [[part], [part]],
+        [{"a": part}, {"b": part}],
+        [],
+    ):
         (tmp_path / "p.pt").unlink(missing_ok=True)
         save_predictions(path, batches)
         assert len(torch.load(tmp_path / "p.pt", weights_only=True)) == len(batches)

@@ -88,10 +88,35 @@ def test_a_signal_ends_with_its_exit_code_and_what_was_saved(command, monkeypatc
     assert "Epoch 3/3" in resumed.out
 
 
+def test_a_run_that_has_no_checkpoint_of_its_own_is_repeated(command, monkeypatch):
+    """From the one that it began with, and not from a copy of the best one before, or with fresh weights."""
+    worst = (*THREE_EPOCHS, "optimized_direction=max")  # the loss falls: the first epoch's
+    first = command(*worst, folder="first")
+    send_at(monkeypatch, signal.SIGTERM, epoch=3)
+    line = (*worst, "trainer.max_epochs=5", "ckpt_path=outputs/first/checkpoints/last.ckpt")
+    for names in (["best.ckpt"], []):
+        run = command(*line, folder=f"with_{len(names)}")
+        assert [path.name for path in run.folder.rglob("*.ckpt")] == names
+        assert f"Resume with: python -m lightning_ga.train {shlex.join(line)}\n" in run.err
+        (first.folder / "checkpoints" / "best.ckpt").unlink(missing_ok=True)
+
+
+def test_a_finished_run_that_is_extended_and_stopped_goes_on(command, shared, monkeypatch):
+    """Its result and page were of fewer epochs."""
+    first = shared(*THREE_EPOCHS)
+    send_at(monkeypatch, signal.SIGTERM, epoch=4)
+    line = (*THREE_EPOCHS, "trainer.max_epochs=5")
+    run = command(*line, "ckpt_path=last", "hydra.run.dir=outputs/run")
+    assert "SIGTERM: 16 optimizer steps were done. Resume with: " in run.err
+    assert run.err.endswith(f"{shlex.join(line)} hydra.run.dir={run.folder} ckpt_path=auto\n")
+    assert not (first.folder / "result.json").exists()
+    assert not (first.folder / "report.html").exists()
+
+
 def test_ctrl_c_in_a_sweep_names_its_folder(command, monkeypatch):
-    """And no checkpoint, which the other jobs would take too."""
+    """And the checkpoint that was typed."""
     send_at(monkeypatch, signal.SIGINT, epoch=1)
-    line = ("-m", *THREE_EPOCHS, "seed=0,1")
+    line = ("-m", *THREE_EPOCHS, "seed=0,1", "ckpt_path=auto")
     run = command(*line, "hydra.sweep.dir=sweep")
     assert run.code == 130
     assert f"lightning_ga.train {shlex.join(line)} hydra.sweep.dir=sweep\n" in run.err
