@@ -131,7 +131,7 @@ def memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     guarding = Rewinder.guarding
 
     def short(rewinder: Rewinder, members: Any) -> Any:
-        rewinder._retried = Short()
+        rewinder._allocator_retries = Short()
         return guarding(rewinder, members)
 
     monkeypatch.setattr(Rewinder, "guarding", short)
@@ -159,7 +159,7 @@ def test_an_error_after_retries_is_no_window_of_its_own(monkeypatch: pytest.Monk
     guarding = Rewinder.guarding
 
     def counted(rewinder: Rewinder, members: Any) -> Any:
-        rewinder._retried = RepeatedRetries(torch.device("cpu"))
+        rewinder._allocator_retries = RepeatedRetries(torch.device("cpu"))
         return guarding(rewinder, members)
 
     monkeypatch.setattr(RepeatedRetries, "_retries", lambda _: len(failed))
