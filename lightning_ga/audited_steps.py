@@ -107,8 +107,8 @@ class Recorder:
         self._total = total
         with DisableTorchFunction():
             gradients = {names[id(each)]: _gradient_of(each) for each in stepped}
-            modes = [*map(attrgetter("training"), self.model.modules())]
-            self._append(Seen(read, flat(self.model), modes, gradients, has_moved=False))
+            modes = map(attrgetter("training"), self.model.modules())
+            self._append(Seen(read, flat(self.model), [*modes], gradients, has_moved=False))
 
     def _append(self, seen: Seen) -> None:
         """Keep a step, unless it belongs to the one before; that one is dropped if it was a trial."""

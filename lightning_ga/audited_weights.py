@@ -79,8 +79,7 @@ def measured(recorder: Recorder, reads: Reads, factor: int | None) -> Audit:
         raise UserError(ORDER)
     if factor is not None:
         factor *= recorder.ranks
-    numbers = dict.fromkeys(map(reads.number, dropped))
-    return judge(steps, factor=factor, dropped=[*numbers], ranks=recorder.ranks)
+    return judge(steps, factor=factor, dropped=[*dict.fromkeys(map(reads.number, dropped))], ranks=recorder.ranks)
 
 
 def _one_step(columns: "_Columns", previous: Tensor | None, start: int) -> tuple[int, AuditStep, list[int]]:

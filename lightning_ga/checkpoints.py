@@ -142,8 +142,7 @@ def resumable_steps(path: Path) -> int | None:
             return None
     try:
         content = read_safely(record)
-        steps = int(content["global_step"])
-        return steps if needed <= content.keys() else None
+        return int(content["global_step"]) if needed <= content.keys() else None
     except UserError:
         return 0 if is_whole_archive(record) else None
     except (LookupError, TypeError):  # a file of other things than a training's state

@@ -157,8 +157,8 @@ class Chunks:
     def _joined(self, outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
         """Join the outputs of the chunks."""
         first = outputs[0]
-        own = (*self.module.parameters(), *self.module.buffers())  # of no sample
-        is_own = any(first is each for each in own)
+        # Its own tensors are of no sample.
+        is_own = any(first is each for each in (*self.module.parameters(), *self.module.buffers()))
         are_tensors = all(isinstance(each, Tensor) for each in outputs)
         lengths = [_length(each, self._dim) for each in outputs]
         if are_tensors and lengths == [*sizes] and not is_own:

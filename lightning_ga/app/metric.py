@@ -137,8 +137,7 @@ class OptimizedMetric(Callback):
             callback.monitor = self.name
             callback.mode = self.direction
             if isinstance(callback, EarlyStopping):
-                sign = 1 if self.direction == "max" else -1
-                callback.min_delta = sign * abs(callback.min_delta)
+                callback.min_delta = (1 if self.direction == "max" else -1) * abs(callback.min_delta)
                 callback.best_score = worst
             else:
                 callback.kth_value = worst
@@ -180,8 +179,7 @@ def after_epoch_end(module: LightningModule, call: Callable[[], None]) -> None:
 def watchers(trainer: Trainer) -> list[Any]:
     """The callbacks that watch a metric."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    kinds = (ModelCheckpoint, EarlyStopping)
-    return [callback for callback in callbacks if isinstance(callback, kinds) and callback.monitor is not None]
+    return [one for one in callbacks if isinstance(one, ModelCheckpoint | EarlyStopping) and one.monitor is not None]
 
 
 def bring_best(trainer: Trainer, callback: ModelCheckpoint, state: dict[str, Any]) -> None:

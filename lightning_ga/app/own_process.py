@@ -21,8 +21,7 @@ from lightning_ga.errors import UserError
 
 def run_apart(folder: Path, arguments: Sequence[str]) -> Mapping[str, Any]:
     """Run this job in a process of its own and in this folder, and return its result."""
-    command = [sys.executable, "-m", "lightning_ga.train", *words_of_job(folder, arguments)]
-    process = subprocess.Popen(command)
+    process = subprocess.Popen([sys.executable, "-m", "lightning_ga.train", *words_of_job(folder, arguments)])
     before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
     try:
         code = process.wait()

@@ -57,8 +57,7 @@ def confusion(run: RunFiles) -> str:
     """A picture of the classes of the test; empty if there are none."""
     if not run.confusion:
         return ""
-    figure = confusion_figure(run.confusion["counts"], run.confusion["classes"])
-    return as_svg(figure, "Confusion matrix of the test")
+    return as_svg(confusion_figure(run.confusion["counts"], run.confusion["classes"]), "Confusion matrix of the test")
 
 
 def optimized_metric(run: RunFiles) -> str:

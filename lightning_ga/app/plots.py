@@ -152,8 +152,8 @@ def probe_figure(probe: ProbeResult) -> Figure:
     budget = probe.budget_bytes / MIB
     axes.axhline(budget, color="dimgray", linestyle="--", label=f"budget {format_bytes(probe.budget_bytes)}")
     axes.legend(frameon=False, loc="lower right")
-    top = 1.15 * max(highest, min(budget, WIDE * highest))  # a budget far above is in the legend alone
-    axes.set(xlabel="micro-batch, samples", ylabel="peak memory, MiB", xlim=(0, None), ylim=(0, top))
+    axes.set(xlabel="micro-batch, samples", ylabel="peak memory, MiB", xlim=(0, None))
+    axes.set_ylim(0, 1.15 * max(highest, min(budget, WIDE * highest)))  # a budget far above is in the legend alone
     axes.set_title(f"Limit of the micro-batch: {counted(probe.limit, 'sample')}")
     return figure
 

@@ -118,8 +118,7 @@ class EpochLine(Callback):
         count, unit = done(trainer)
         seconds = time.perf_counter() - self._epoch_began - self._validation_seconds
         rate = (count - self._done_before) / max(seconds, 1e-9)
-        digits = 0 if rate >= 10 else 2
-        return f"{rate:,.{digits}f} {unit}/s"
+        return f"{rate:,.0f} {unit}/s" if rate >= 10 else f"{rate:,.2f} {unit}/s"
 
     def _print(self, line: str) -> None:
         """Print a line without breaking a progress bar; only a terminal has a width."""

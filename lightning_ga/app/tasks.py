@@ -111,8 +111,7 @@ def announced(run: BuiltRun, path: Path) -> Path:
     if not isinstance(content, Mapping) or not ("state_dict" in content or is_sharded) or "global_step" not in content:
         raise UserError(f"{str(path)!r} is no checkpoint of a run: give a run's own.")
     epoch = content.get("epoch", 0) + 1
-    steps = content["global_step"]
-    log.info(printable(f"Checkpoint: {path} (epoch {epoch}, {steps:,} optimizer steps)"))
+    log.info(printable(f"Checkpoint: {path} (epoch {epoch}, {content['global_step']:,} optimizer steps)"))
     most = run.trainer.max_epochs or -1  # without an end
     if run.settings.task is Task.fit and 0 < most <= epoch and not continues(run.config):
         warn(f"The checkpoint is of epoch {epoch}, and trainer.max_epochs={most}: set a larger number for more epochs.")

@@ -122,8 +122,7 @@ class Layout:
             return node.new_tensor(count) if isinstance(node, torch.Tensor) else type(node)(count)
         if role != "fields":
             return node
-        children = open_container(node) or []
-        return rebuild(node, [self.part_of(child, spans, path + name) for name, child in children])
+        return rebuild(node, [self.part_of(child, spans, path + name) for name, child in open_container(node) or []])
 
 
 def uncuttable(why: str) -> LayoutError:

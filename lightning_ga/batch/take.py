@@ -21,14 +21,13 @@ def take(node: Any, axis: int, start: int, stop: int) -> Any:
     if splitter is not None:
         return splitter.take(node, start, stop)
     if isinstance(node, PackedSequence):
-        sequences = unpack_sequence(node)[start:stop]
-        return pack_sequence(sequences, enforce_sorted=node.sorted_indices is None)
+        return pack_sequence(unpack_sequence(node)[start:stop], enforce_sorted=node.sorted_indices is None)
     if isinstance(node, torch.Tensor):
         return _take_tensor(node, axis, start, stop)
     if is_plain_sequence(node):
         return rebuild(node, node[start:stop])
-    rows = getattr(node, "iloc", node)  # data frames are indexed by label otherwise
-    return rows[_place(axis, start, stop)]
+    # Data frames are indexed by label otherwise.
+    return getattr(node, "iloc", node)[_place(axis, start, stop)]
 
 
 def _place(axis: int, start: int, stop: int) -> tuple[slice, ...]:
@@ -74,8 +73,8 @@ def _take_jagged(tensor: Any, start: int, stop: int) -> torch.Tensor:
     """
     axis = tensor._ragged_idx
     offsets = tensor.offsets()
-    ragged_size = tensor.shape[axis]  # a symbol, the same for tensors with the same offsets, also after a move
-    key = (ragged_size, start, stop, offsets.device)
+    # The ragged size is a symbol, the same for tensors with the same offsets, also after a move.
+    key = (tensor.shape[axis], start, stop, offsets.device)
     part = _OFFSETS.get(key)
     if part is None:
         part = offsets[start : stop + 1] - offsets[start]

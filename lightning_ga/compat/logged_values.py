@@ -309,5 +309,4 @@ def _are_counts(sizes: Sequence[int], samples: Sequence[int], units: int, larges
         return True
     if len({*samples}) > 1 or samples[0] == 0:  # a rank without a sample runs a stand-in
         return False
-    is_multiple = sizes[0] % units == 0
-    return is_multiple and sizes[0] not in (sum(samples), largest)
+    return sizes[0] % units == 0 and sizes[0] not in (sum(samples), largest)

@@ -52,8 +52,7 @@ class WindowRates:
                 scaled = group["lr"] * rate_ratio(self._scale_lr, batch, recipe)
                 self._rates.append((group["lr"], scaled))
                 group["lr"] = scaled
-            name = f"learning_rate/{number}" if number else "learning_rate"
-            values[name] = group.get("lr")
+            values[f"learning_rate/{number}" if number else "learning_rate"] = group.get("lr")
         self._row = values
 
     def log_window(self) -> None:

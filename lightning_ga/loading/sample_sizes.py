@@ -179,8 +179,7 @@ def _read_shared(samples: Iterable[dict[_Axis, int]]) -> tuple[_Shared, "array[i
             sizes = array("q", map(partial(max, extent), sizes))
         sizes.append(max((extents[axis] for axis in extents.keys() - shared.keys()), default=0))
     shared = shared or {}
-    has_other_axes = any(sizes)
-    least = 1 if has_other_axes else max(shared.values(), default=1)
+    least = 1 if any(sizes) else max(shared.values(), default=1)  # 1 if there are other axes
     return _Shared(shared, least), array("q", map(partial(max, least), sizes))
 
 

@@ -285,8 +285,8 @@ def unlike(samples: Sequence[Any], count: int, multiple: int = 1) -> list[Any]:
     half = split_evenly(count, 2, multiple)[0]
     first_half_has_longest = chosen[half - 1] not in smaller
     if smaller and first_half_has_longest:
-        shorter = smaller[: ceil_div(len(smaller), 2)]  # the longer of them differ less from the longest
-        chosen[:half] = _spread_over(shorter, half)
+        # The longer of them differ less from the longest.
+        chosen[:half] = _spread_over(smaller[: ceil_div(len(smaller), 2)], half)
     return [samples[place] for _, place in chosen]
 
 

@@ -68,8 +68,7 @@ class SizedEpoch(EpochPlan):
 
     def places(self, window: Window, position: int) -> Sequence[int]:
         """Return the places, in the epoch's order, of one micro-batch of a window."""
-        chunks = chain.from_iterable(_ranks(self, window.index))
-        order = [*chain.from_iterable(chunks)]
+        order = [*chain.from_iterable(chain.from_iterable(_ranks(self, window.index)))]
         return [window.start + order[place - window.start] for place in super().places(window, position)]
 
     def _needed(self, window: int) -> int:

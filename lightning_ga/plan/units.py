@@ -55,8 +55,7 @@ def _read_amount(value: object, total: int | None) -> int | None:
     if not unit and "." in number and float(number) <= 1:
         return _read_amount(float(number), total)
     prefix, binary, _ = (unit or " ").upper().partition("I")
-    base = 1024.0 if binary else 1000.0
-    return round(float(number) * base ** _PREFIXES.index(prefix))
+    return round(float(number) * (1024.0 if binary else 1000.0) ** _PREFIXES.index(prefix))
 
 
 def least_budget(needed: int) -> str:

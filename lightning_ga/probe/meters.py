@@ -70,8 +70,7 @@ class StepMeter:
 
     def room(self) -> int:
         """Return the bytes that the device can still give; a share of them if it must not run out."""
-        share = CPU_SHARE if self.deadly else 1.0
-        return int(share * available_memory(self.device))
+        return int((CPU_SHARE if self.deadly else 1.0) * available_memory(self.device))
 
     def run(self, step: TrialStep, samples: int, *, budget: int, record: bool) -> Measurement:
         """Run a step; ``record`` matters only if there is an allocator."""

@@ -82,8 +82,7 @@ class Search:
         guess = self._guess()
         if self.task.rounding > 1 and self._is_enough(guess):
             return Proposal(limit)
-        record = needs_traces or self._may_be_more(guess)
-        return Proposal(self._whole(guess), record)
+        return Proposal(self._whole(guess), needs_traces or self._may_be_more(guess))
 
     def _following(self, size: int) -> int:
         """Return the next larger size that micro-batches may have."""

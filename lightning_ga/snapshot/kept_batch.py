@@ -42,8 +42,8 @@ class KeptBatch:
         with torch._C.DisableTorchFunction():  # a class of the user's own may refuse anything
             unversioned = by_id(filter(Tensor.is_inference, self._tensors)).values()
             parts = sorted(chain.from_iterable(map(_memory_of, unversioned)), key=attrgetter("nbytes"))
-            ends = list(accumulate(map(attrgetter("nbytes"), parts)))
-            small = bisect_right(ends, SMALL)  # as many of the smallest as there is room for
+            # As many of the smallest as there is room for.
+            small = bisect_right(list(accumulate(map(attrgetter("nbytes"), parts))), SMALL)
             self._copies = copies_of(parts[:small])
             foreign = by_id(filter(_is_of_foreign_memory, self._tensors)).values()
             self._summed = [*parts[small:], *foreign]
