@@ -26,8 +26,7 @@ Records = dict[str, Any]
 def records_of(accumulate: Any, setting: str) -> Records:
     """The records of the callback that plans, if there is one, with a line on model and device."""
     records: Records = {name: getattr(accumulate, name, None) for name in ("plan", "probe", "exactness", "fits")}
-    options = getattr(accumulate, "_options", None)
-    records["batch_norm"] = getattr(options, "batch_norm", "warn")
+    records["batch_norm"] = getattr(getattr(accumulate, "_options", None), "batch_norm", "warn")
     return {**records, "setting": setting, "schedule": schedule_text(accumulate)}
 
 

@@ -110,8 +110,8 @@ class EpochLine(Callback):
         steps_here = trainer.global_step - self._first_step
         if self._last_step is None or not steps_here:
             return ""
-        seconds = (now - self._fit_began) / steps_here * (self._last_step - trainer.global_step)
-        return f", {timedelta(seconds=round(seconds))} left"
+        seconds = round((now - self._fit_began) / steps_here * (self._last_step - trainer.global_step))
+        return f", {timedelta(seconds=seconds)} left"
 
     def _rate(self, trainer: Trainer) -> str:
         """What was done in a second of training in this epoch: ``1,234 samples/s``, or optimizer steps."""

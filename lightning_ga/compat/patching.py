@@ -57,8 +57,7 @@ def shadowed(instance: Any, method: str, replacement: Callable[..., Any]) -> Ite
 
 def sibling(trainer: Any, name: str) -> Any:
     """Import a module of the trainer's own namespace: ``lightning.pytorch`` or ``pytorch_lightning``."""
-    root = type(trainer.fit_loop).__module__.removesuffix(".loops.fit_loop")
-    return import_module(f"{root}.{name}")
+    return import_module(f"{type(trainer.fit_loop).__module__.removesuffix('.loops.fit_loop')}.{name}")
 
 
 @contextmanager

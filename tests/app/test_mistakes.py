@@ -104,7 +104,7 @@ BUILT = [  # what the classes say
     (["model=mlp", "accumulate.memory_budget=1KiB"], ["accumulate.memory_budget='1KiB'", "accumulate.checkpoint="]),
     (["model=mlp", "optimizer.lr=-1"], ["optimizer.lr=-1: ValueError: Invalid learning rate: -1"]),
     (["model=mlp", "data.batch_size=0"], ["data.batch_size=0: ValueError: batch_size should be a positive integer"]),
-    (["model=mlp", "data.mixup=-1"], ["data.mixup=-1: ValueError: Expected parameter concentration"]),
+    (["model=mlp", "data.mixup=-1"], ["data.mixup=-1 and data.cutmix=0.0 must be at least 0; 0 mixes nothing."]),
     (["model=mlp", "trainer.max_epochs=-5"], ["trainer.max_epochs=-5: ", "must be a non-negative integer or -1"]),
     (["model=mlp", "trainer.check_val_every_n_epoch=0"], ["every_n_epoch=0 must be above 0; trainer.limit_val_"]),
     (["model=mlp", "trainer.val_check_interval=0"], ["val_check_interval=0 must be above 0; trainer.limit_val_"]),
