@@ -245,7 +245,7 @@ class ImageData(Loaded):
 
     def collate(self, part: str) -> Callable[..., Any] | None:
         """What mixes the samples of training batches, if anything does."""
-        if min(self.mixup, self.cutmix) < 0:  # torch does not look, once it has compiled something
+        if min(self.mixup or 0, self.cutmix or 0) < 0:  # torch does not look, once it has compiled something
             raise UserError(
                 f"data.mixup={self.mixup} and data.cutmix={self.cutmix} must be at least 0; 0 mixes nothing."
             )
