@@ -19,7 +19,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 from sklearn.metrics import ConfusionMatrixDisplay
 
-from lightning_ga.app.run_files import Curve
+from lightning_ga.app.run_files import OF_VALIDATION, Curve
 from lightning_ga.app.terminal import number
 from lightning_ga.plan.records import ProbeResult
 from lightning_ga.plan.units import counted, format_bytes
@@ -30,7 +30,7 @@ SVG_METADATA = ("Creator", "Date", "Format", "Type")  # left out: they differ fr
 
 STYLES = {  # words, colour, line and mark of a stage's curves, by a pattern of the beginning of their names
     "train(ing)?[/_.-]": ("training, ", "C0", "-", "o"),
-    "val(id|idation)?[/_.-]": ("validation, ", "C1", "--", "s"),
+    OF_VALIDATION: ("validation, ", "C1", "--", "s"),
     "test[/_.-]": ("test, ", "C2", ":", "*"),
     "": ("", "C3", "-.", "d"),
 }

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import re
 import sys
 import time
 import warnings
@@ -21,6 +22,7 @@ from lightning_ga import optimizer_steps
 from lightning_ga.app.metric import after_epoch_end
 from lightning_ga.app.mistakes import on_the_line
 from lightning_ga.app.plan_report import find_accumulate, scheduled
+from lightning_ga.app.run_files import OF_VALIDATION
 from lightning_ga.app.terminal import columns, log, number
 
 INFORMATION = ("lightning", "pytorch_lightning", "lightning_utilities")  # loggers
@@ -99,10 +101,11 @@ class EpochLine(Callback):
         metrics = {
             name: float(value)
             for name, value in known.items()
-            if self._has_validated or not name.startswith("val")  # values of the epoch before are still there
+            if self._has_validated or not re.match(OF_VALIDATION, name)  # values of the epoch before are still there
         }
-        seconds = time.perf_counter() - self._epoch_began
-        line = epoch_line(trainer.current_epoch + 1, trainer.max_epochs, metrics, seconds)
+        line = epoch_line(
+            trainer.current_epoch + 1, trainer.max_epochs, metrics, time.perf_counter() - self._epoch_began
+        )
         self._print(f"{line}, {self._rate(trainer)}{batch_of(trainer)}")
 
     def _left(self, trainer: Trainer, now: float) -> str:

@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from lightning_ga.errors import UserError, printable
 
 Curve = list[tuple[int, float]]
+OF_VALIDATION = "val(id|idation)?[/_.-]"  # pattern of the beginning of names of metrics
 CONFIG = "config.yaml"
 RESULT = "result.json"
 PLAN = "plan.json"

@@ -77,6 +77,24 @@ def test_samples_are_those_of_the_whole_epoch(monkeypatch):
     assert line._rate(trainer) == "1.50 samples/s"
 
 
+def test_before_a_validation_values_of_one_are_of_the_epoch_before(monkeypatch):
+    """A name that only begins alike is of training."""
+    monkeypatch.setattr(progress, "done", lambda trainer: (8, "samples"))
+    monkeypatch.setattr(progress, "batch_of", lambda trainer: "")
+    metrics = {"value_loss": 1.0, "val/loss": 2.0, "validation_loss": 3.0}
+    trainer = SimpleNamespace(callback_metrics=metrics, is_global_zero=True, current_epoch=1, max_epochs=2)
+    line, printed = progress.EpochLine(), []
+    monkeypatch.setattr(line, "_print", printed.append)
+    line._print_epoch(trainer)
+    line._has_validated = True
+    line._print_epoch(trainer)
+    before, after = printed
+    assert "value_loss" in before
+    assert "2.0" not in before
+    assert "3.0" not in before
+    assert "2.0000" in after
+
+
 def test_training_that_goes_on_in_an_epoch_counts_from_there(monkeypatch):
     """Lightning then does not say that an epoch begins."""
     clock = SimpleNamespace(now=9000.0)
