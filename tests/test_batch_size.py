@@ -1,6 +1,7 @@
 """The critical batch: branches are trainings from a checkpoint, and the verdict follows from their losses."""
 
 import json
+from functools import partial
 from math import inf, nan
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from reference import Regression, Samples, loss, permutation, quiet_trainer
 from torch.utils.data import DataLoader
 
-from lightning_ga import UserError, measure_batch_size
+from lightning_ga import AutoAccumulate, UserError, measure_batch_size
 from lightning_ga.app.terminal import Interrupted
 from lightning_ga.batch_size import _Branches, main
 from lightning_ga.plan.critical_batch import BatchPoint, CriticalBatch
@@ -96,6 +97,32 @@ def test_a_branch_is_a_plain_training_from_the_checkpoint(checkpoint, tmp_path):
     assert again == found
     assert told[8].startswith("1 of 1: batch 8, seed 1")
     assert len(told) == 9
+
+
+class OfItems(Judged):
+    """Its loss is a mean over items, of which samples have unlike numbers."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        weight = 1 + batch[1].abs().ceil()
+        return (weight * (self.net(batch[0]) - batch[1]) ** 2).sum() / weight.sum()
+
+
+def test_branches_weigh_micro_batches_as_the_callback_does(checkpoint: Path, tmp_path: Path) -> None:
+    """A loss that is a mean over items, cut into single samples, gives what it gives uncut."""
+
+    def losses(name: str, **ours: Any) -> list[tuple[float, ...]]:
+        settings: dict[str, Any] = {"batch": 4, "samples": 64, "folder": tmp_path / name, "seeds": 2, "tell": str}
+        settings["callback"] = partial(AutoAccumulate, verify=False, **ours)
+        found = measure_batch_size(lambda: (OfItems(), Data()), checkpoint, **settings, **QUIET)
+        return [point.losses for point in found.points]
+
+    uncut = losses("uncut", micro_batch_size=16)
+    assert losses("cut", micro_batch_size=1, normalize=items) == [pytest.approx(each) for each in uncut]
+    assert losses("samples", micro_batch_size=1) != [pytest.approx(each) for each in uncut]
+
+
+def items(batch: Any) -> torch.Tensor:
+    return (1 + batch[1].abs().ceil()).sum()
 
 
 def test_branches_of_another_setting_are_measured_anew(
@@ -229,23 +256,25 @@ def test_a_batch_of_no_samples_is_refused(tmp_path: Path) -> None:
         main([f"ckpt_path={tmp_path}"])
 
 
-def interrupted(*_: Any) -> float:
-    """Ctrl-C in a fit, as Lightning passes it on."""
-    raise SystemExit(1) from KeyboardInterrupt()
-
-
 @pytest.mark.slow
 def test_the_command_measures_a_run(
     command: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Progress, a table and the verdict; a rate that the run's schedule has brought to 0 is refused.
 
-    Ctrl-C says that branches are kept; it does not end in silence.
+    Ctrl-C says that branches are kept; it does not end in silence. Branches have the run's callback.
     """
     main(["--help"])
     assert "scale_lr: sqrt" in capsys.readouterr().out
     small = ("model=mlp", "model.hidden=[8]", "trainer.max_epochs=1", "trainer.accelerator=cpu", "test=false")
-    folder = command(*small).folder
+    folder = command(*small, "accumulate.memory_budget=8GiB", "accumulate.normalize=null").folder
+    callbacks: list[str] = []
+
+    def interrupted(branches: _Branches, size: int, *_: Any) -> float:
+        """Ctrl-C in a fit, as Lightning passes it on."""
+        callbacks.append(repr(branches.callback(size)))
+        raise SystemExit(1) from KeyboardInterrupt()
+
     measured = [f"ckpt_path={folder}", "samples=256", "seeds=2"]
     with pytest.raises(UserError, match="The checkpoint's learning rate has fallen to 0"):
         main(measured)
@@ -255,6 +284,8 @@ def test_the_command_measures_a_run(
     ):
         patch.setattr(_Branches, "loss", interrupted)
         main([*measured, "lr=0.001"])
+    (callback,) = callbacks  # the run's own, but for its batch
+    assert "effective_batch_size=16, memory_budget='8GiB', normalize=None, whole=[], verify=False)" in callback
     main([*measured, "lr=0.001"])
     done = capsys.readouterr().out
     assert "8 of 8: batch 128, seed 1, 256 samples: val/loss" in done

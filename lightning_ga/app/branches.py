@@ -14,11 +14,14 @@ from lightning_ga.app import build
 from lightning_ga.app.progress_lines import quiet_lightning
 from lightning_ga.app.run_files import CONFIG, PLAN, read_json
 from lightning_ga.app.terminal import interruptions_reported
+from lightning_ga.callback import AutoAccumulate
 from lightning_ga.errors import UserError
 from lightning_ga.plan.accumulation import require_count
 
 OF_BRANCHES = ("seeds", "scale_lr", "lr", "tolerance", "monitor")  # arguments of ``measure_batch_size``
 OF_TRAINER = ("accelerator", "devices", "precision", "gradient_clip_val")  # null: as the run had it
+PLAIN = {"_target_": "lightning_ga.AutoAccumulate"}  # of a run with accumulate=off
+OF_BRANCH = {"accumulate": None, "scale_lr": "none", "verify": False}  # in place of what the run's callback had
 KEPT = "finished branches are kept, and the same command continues with the others."
 
 
@@ -44,6 +47,7 @@ def branch_from(typed: Sequence[str], measure: Callable[..., Any], *, descriptio
         given["batch"] = batch_of(cfg, folder)
     if given["samples"] is None:
         given["samples"] = 64 * require_count("batch", given["batch"])
+    cfg.accumulate = cfg.get("accumulate") or PLAIN
     for key, value in given.pop("trainer").items():
         given[key] = value or cfg.trainer.get(key)
 
@@ -52,8 +56,15 @@ def branch_from(typed: Sequence[str], measure: Callable[..., Any], *, descriptio
         build.follow_classes(cfg, data)
         return build.make(cfg, "model"), data
 
+    def callback(size: int) -> AutoAccumulate:
+        section = {**OF_BRANCH, "effective_batch_size": size}
+        of_branch: Any = OmegaConf.merge(cfg, {"accumulate": section})
+        build.use_full_names(of_branch.accumulate)
+        made: AutoAccumulate = build.make(of_branch, "accumulate")
+        return made
+
     with quiet_lightning(), interruptions_reported(lambda: KEPT):
-        found = measure(make, path, folder=folder / "batch_size", **given)
+        found = measure(make, path, folder=folder / "batch_size", callback=callback, **given)
     print(f"{'batch':>8}  {'loss':>8}  standard error")
     for point in found.points:
         print(f"{point.batch:>8}  {point.loss:>8.4f}  {point.error:.4f}")
