@@ -198,12 +198,8 @@ def walk(
 
 def tensors_in(node: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in a value, at any depth."""
-    for _, tensor in walk(node, _as_tensor):
+    for _, tensor in walk(node, lambda each: each if isinstance(each, torch.Tensor) else None):
         yield tensor
-
-
-def _as_tensor(node: Any) -> torch.Tensor | None:
-    return node if isinstance(node, torch.Tensor) else None
 
 
 def rebuild(node: Any, children: Iterable[Any]) -> Any:
