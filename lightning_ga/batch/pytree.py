@@ -80,10 +80,9 @@ def find_splitter(node: Any) -> Splitter | None:
     Batches of torch_geometric need no registration.
     """
     kind = type(node)
-    if _SPLITTERS:
-        for base in kind.__mro__:
-            if base in _SPLITTERS:
-                return _SPLITTERS[base]
+    for base in kind.__mro__:
+        if base in _SPLITTERS:
+            return _SPLITTERS[base]
     if hasattr(kind, "to_data_list") and hasattr(kind, "from_data_list") and hasattr(node, "num_graphs"):
         return _OF_GRAPHS
     return None

@@ -159,9 +159,7 @@ class FromSampler:
         self._begun = epoch, indices.tolist()
         self._changes = True
 
-    def pool(self, epoch: int) -> Sequence[Any]:
-        """Return the indices of the epoch."""
-        return self.draw(epoch)
+    pool = draw  # training may meet the indices of the epoch
 
     def _read(self, sampler: Any, epoch: int) -> list[Any]:
         if hasattr(sampler, "set_epoch"):

@@ -34,12 +34,12 @@ _GOLDEN = (5**0.5 - 1) / 2  # multiples of it, less their whole part, are spread
 class SampleReader:
     """Reads samples that are not collated.
 
-    ``indices`` are those that may be read, by default of the whole dataset. They are ``trusted`` if the user has
+    ``indices`` returns those that may be read, by default of the whole dataset. They are ``trusted`` if the user has
     said that samples are read by index: then none need be the same again.
     """
 
     def __init__(
-        self, loader: Any, indices: Sequence[Any] | Callable[[], Sequence[Any]] | None = None, *, trusted: bool = False
+        self, loader: Any, indices: Callable[[], Sequence[Any]] | None = None, *, trusted: bool = False
     ) -> None:
         self.loader = loader
         self._indices = indices
@@ -49,11 +49,9 @@ class SampleReader:
     @cached_property
     def indices(self) -> Sequence[Any]:
         """The indices of the samples that may be read."""
-        if callable(self._indices):
-            return self._indices()
         if self._indices is None:
             return range(length_of(self.loader.dataset) or 0)
-        return self._indices
+        return self._indices()
 
     def order(self) -> Iterator[Any]:
         """Return the indices, from all over the dataset first, then ever more densely.

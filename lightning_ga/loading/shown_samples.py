@@ -39,8 +39,7 @@ class ShownSamples:
 
 def _collate_and_show(collate: Callable[[Any], Any], file: Path, most: int, samples: list[Any]) -> Any:
     """Collate samples; write a few of them to a file that is there and empty, unless nothing is left of them."""
-    worker = get_worker_info()
-    is_first_worker = worker is None or worker.id == 0
+    is_first_worker = getattr(get_worker_info(), "id", 0) == 0  # or this process
     has_some = any(sample is not None for sample in samples)
     if is_first_worker and has_some and _is_awaited(file):
         few = attempt(lambda: pickle.dumps([*map(copied, samples[:most])]), lambda _: True).result

@@ -41,7 +41,6 @@ class StandIns:
         return self._filled(self._read(batches, self._sampler.planned()))
 
     def _filled(self, read: Iterator[tuple[Window, int, Any]]) -> Iterator[Any]:
-        is_only_rank = self._recipe.world_size == 1
         spare = None  # a micro-batch that may stand in for those of nothing
         waiting: list[tuple[int, int]] = []  # places of those, while there is no spare
         for window, index_in_window, batch in read:
@@ -57,7 +56,7 @@ class StandIns:
                 waiting = []
             if batch is not None:
                 yield batch
-            if is_only_rank and ends_window:
+            if self._recipe.world_size == 1 and ends_window:
                 yield from [None] * len(waiting)
                 waiting = []
                 spare = None
