@@ -68,6 +68,10 @@ def measure_batch_size(
     if require_count("seeds", seeds) < 2:
         raise UserError(f"{seeds=} gives no standard error: use at least 2.")
     require_choice("scale_lr", scale_lr, get_args(ScaleLr))
+    if "callbacks" in trainer:
+        raise UserError(
+            "callbacks= would be shared by all branches: return new ones from configure_callbacks of the module."
+        )
     for name, value in {"tolerance": tolerance, "lr": lr}.items():
         if value is not None and not (isinstance(value, (int, float)) and value > 0):
             raise UserError(f"{name}={value!r} must be a number above 0.")

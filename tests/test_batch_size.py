@@ -156,6 +156,7 @@ def test_what_would_show_nothing_is_refused(checkpoint: Path, tmp_path: Path) ->
         ({"monitor": "val/acc"}, "monitor='val/acc' is no metric of validation: val/loss"),
         ({"batch": 20, "samples": 30}, "contain no window of 80 samples"),
         ({"batch": 256}, "samples=64 are too few to compare batch=256 with another"),
+        ({"callbacks": []}, "callbacks= would be shared by all branches: .* configure_callbacks"),
     ]:
         with pytest.raises(UserError, match=message):
             measure_batch_size(lambda: (Judged(), Data()), checkpoint, **{**settings, **more})

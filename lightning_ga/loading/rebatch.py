@@ -70,11 +70,6 @@ def has_own_collate(loader: Any) -> bool:
     return loader.collate_fn is not default_collate
 
 
-def collates_by_index(loader: Any) -> bool:
-    """Return whether a loader collates samples of a dataset that is read by index."""
-    return collates(loader) and not isinstance(loader.dataset, IterableDataset)
-
-
 def why_in_step(loader: Any) -> str:
     """Return why the batches of a loader can only be cut in the step; empty if they can be cut in the loader."""
     kind = type(loader)

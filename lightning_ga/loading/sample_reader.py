@@ -14,11 +14,11 @@ from math import gcd
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from lightning_ga.batch.layout import leaves
 from lightning_ga.batch.pytree import same_values
-from lightning_ga.loading.rebatch import collates_by_index, copy_loader, finishes_batches, length_of
+from lightning_ga.loading.rebatch import collates, copy_loader, finishes_batches, length_of
 from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.memory.oom import attempt, is_out_of_memory
 from lightning_ga.snapshot.random_numbers import generators_in, reseed
@@ -104,7 +104,8 @@ class SampleReader:
 
     @property
     def _are_by_index(self) -> bool:
-        return collates_by_index(self.loader) and not finishes_batches(self.loader) and len(self.indices) > 0
+        is_indexed = collates(self.loader) and not isinstance(self.loader.dataset, IterableDataset)
+        return is_indexed and not finishes_batches(self.loader) and len(self.indices) > 0
 
     def _read(self, indices: Iterable[Any]) -> Generator[Any, None, None]:
         """Yield the samples, unless reading them would leave a trace; up to one that cannot be read by itself."""

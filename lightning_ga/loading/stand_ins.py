@@ -44,7 +44,6 @@ class StandIns:
         spare = None  # a micro-batch that may stand in for those of nothing
         waiting: list[tuple[int, int]] = []  # places of those, while there is no spare
         for window, index_in_window, batch in read:
-            ends_window = index_in_window + 1 == len(window.sizes)
             if batch is None:
                 waiting.append((window.index, index_in_window))
             else:
@@ -56,7 +55,8 @@ class StandIns:
                 waiting = []
             if batch is not None:
                 yield batch
-            if self._recipe.world_size == 1 and ends_window:
+            is_last = index_in_window + 1 == len(window.sizes)
+            if is_last and self._recipe.world_size == 1:
                 yield from [None] * len(waiting)
                 waiting = []
                 spare = None
