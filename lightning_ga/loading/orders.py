@@ -107,7 +107,7 @@ class FromSampler:
         self._shuffles = shuffles
         self._drawn: tuple[Any, list[Any]] = (None, [])  # to plan: epoch and length of the sampler, and indices
         self._begun: tuple[int | None, list[Any]] = (None, [])  # by training: epoch and indices
-        # Another process may have seeded these otherwise; the seed of torch's is most often its default.
+        # Generators of NumPy and Python may be seeded anew in each process.
         self._changes = not all(isinstance(each, torch.Generator) for each in own_generators(sampler))
 
     def size(self, epoch: int) -> int:
@@ -138,7 +138,7 @@ class FromSampler:
         return self._begun[1]
 
     def changes(self, epoch: int) -> bool:
-        """Return whether the sampler yields another order each time that it is asked for one epoch."""
+        """Return whether the sampler may yield another order when it is asked for one epoch again."""
         self.draw(epoch)
         return self._changes
 
