@@ -39,7 +39,7 @@ def measure_batch_size(
     lr: float | None = None,
     tolerance: float = 0.01,
     monitor: str = "val/loss",
-    callback: Callable[[int], AutoAccumulate] = _UNMEASURED,
+    make_callback: Callable[[int], AutoAccumulate] = _UNMEASURED,
     tell: Callable[[str], None] = print,
     **trainer: Any,
 ) -> CriticalBatch:
@@ -60,7 +60,7 @@ def measure_batch_size(
         lr: Learning rate at B of all parameter groups, instead of the checkpoint's.
         tolerance: Share of the lowest loss by which that of a larger batch may be higher.
         monitor: The metric of validation; lower is better.
-        callback: Returns the callback of a branch for its effective batch. A loss that needs ``normalize=`` or
+        make_callback: Returns the callback of a branch for its effective batch. A loss that needs ``normalize=`` or
             ``whole=`` needs them here too.
         tell: Called with each line of progress.
         trainer: Arguments of each branch's Trainer, such as ``accelerator="cpu"``.
@@ -72,6 +72,10 @@ def measure_batch_size(
     if require_count("seeds", seeds) < 2:
         raise UserError(f"{seeds=} gives no standard error: use at least 2.")
     require_choice("scale_lr", scale_lr, get_args(ScaleLr))
+    if "callbacks" in trainer:
+        raise UserError(
+            "callbacks= would be shared by all branches: return new ones from configure_callbacks of the module."
+        )
     for name, value in {"tolerance": tolerance, "lr": lr}.items():
         if value is not None and not (isinstance(value, (int, float)) and value > 0):
             raise UserError(f"{name}={value!r} must be a number above 0.")
@@ -82,9 +86,9 @@ def measure_batch_size(
     content = read_safely(Path(ckpt_path))
     if len(content.get("optimizer_states") or ()) != 1:
         raise UserError(f"ckpt_path={ckpt_path} has no state of one optimizer: give one of a fit, such as last.ckpt.")
-    run = _Branches(make, content, scale_lr, batch, lr, monitor, callback, trainer)
+    run = _Branches(make, content, scale_lr, batch, lr, monitor, make_callback, trainer)
     arguments = {"batch": batch, "samples": samples, "lr": lr, "monitor": monitor, "scale_lr": scale_lr}
-    setting = _setting(Path(ckpt_path), {**arguments, "callback": callback, "trainer": trainer})
+    setting = _setting(Path(ckpt_path), {**arguments, "callback": make_callback, "trainer": trainer})
     losses = _known(Path(folder), setting)
     sizes = batches_around(batch, samples)
     if len(sizes) < 2:
@@ -114,7 +118,7 @@ class _Branches:
     batch: int  # that its learning rate belongs to
     lr: float | None  # instead of the checkpoint's
     monitor: str
-    callback: Callable[[int], AutoAccumulate]
+    make_callback: Callable[[int], AutoAccumulate]
     trainer: Mapping[str, Any]  # arguments of it
 
     def loss(self, size: int, seed: int, end: Mapping[str, int]) -> float:
@@ -123,7 +127,7 @@ class _Branches:
         pl.seed_everything(seed, workers=True, verbose=False)  # now, as what the user makes may be seeded
         settings: dict[str, Any] = {**_QUIET, "max_epochs": -1, **self.trainer, **end, "limit_val_batches": 0}
         start = pl.callbacks.LambdaCallback(on_fit_start=partial(self._begin, size))  # before the probe
-        pl.Trainer(**settings, callbacks=[self.callback(size), start]).fit(module, datamodule=data)
+        pl.Trainer(**settings, callbacks=[self.make_callback(size), start]).fit(module, datamodule=data)
         judge = pl.Trainer(**{**_QUIET, **self.trainer})
         judge.validate(module, datamodule=data, verbose=False)
         if self.monitor not in judge.callback_metrics:

@@ -112,7 +112,7 @@ def test_branches_weigh_micro_batches_as_the_callback_does(checkpoint: Path, tmp
 
     def losses(name: str, **ours: Any) -> list[tuple[float, ...]]:
         settings: dict[str, Any] = {"batch": 4, "samples": 64, "folder": tmp_path / name, "seeds": 2, "tell": str}
-        settings["callback"] = partial(AutoAccumulate, verify=False, **ours)
+        settings["make_callback"] = partial(AutoAccumulate, verify=False, **ours)
         found = measure_batch_size(lambda: (OfItems(), Data()), checkpoint, **settings, **QUIET)
         return [point.losses for point in found.points]
 
@@ -183,6 +183,7 @@ def test_what_would_show_nothing_is_refused(checkpoint: Path, tmp_path: Path) ->
         ({"monitor": "val/acc"}, "monitor='val/acc' is no metric of validation: val/loss"),
         ({"batch": 20, "samples": 30}, "contain no window of 80 samples"),
         ({"batch": 256}, "samples=64 are too few to compare batch=256 with another"),
+        ({"callbacks": []}, "callbacks= would be shared by all branches: .* configure_callbacks"),
     ]:
         with pytest.raises(UserError, match=message):
             measure_batch_size(lambda: (Judged(), Data()), checkpoint, **{**settings, **more})
@@ -272,7 +273,7 @@ def test_the_command_measures_a_run(
 
     def interrupted(branches: _Branches, size: int, *_: Any) -> float:
         """Ctrl-C in a fit, as Lightning passes it on."""
-        callbacks.append(repr(branches.callback(size)))
+        callbacks.append(repr(branches.make_callback(size)))
         raise SystemExit(1) from KeyboardInterrupt()
 
     measured = [f"ckpt_path={folder}", "samples=256", "seeds=2"]

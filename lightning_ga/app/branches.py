@@ -56,7 +56,7 @@ def branch_from(typed: Sequence[str], measure: Callable[..., Any], *, descriptio
         build.follow_classes(cfg, data)
         return build.make(cfg, "model"), data
 
-    def callback(size: int) -> AutoAccumulate:
+    def make_callback(size: int) -> AutoAccumulate:
         section = {**OF_BRANCH, "effective_batch_size": size}
         of_branch: Any = OmegaConf.merge(cfg, {"accumulate": section})
         build.use_full_names(of_branch.accumulate)
@@ -64,7 +64,7 @@ def branch_from(typed: Sequence[str], measure: Callable[..., Any], *, descriptio
         return made
 
     with quiet_lightning(), interruptions_reported(lambda: KEPT):
-        found = measure(make, path, folder=folder / "batch_size", callback=callback, **given)
+        found = measure(make, path, folder=folder / "batch_size", make_callback=make_callback, **given)
     print(f"{'batch':>8}  {'loss':>8}  standard error")
     for point in found.points:
         print(f"{point.batch:>8}  {point.loss:>8.4f}  {point.error:.4f}")

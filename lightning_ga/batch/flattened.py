@@ -30,10 +30,6 @@ def _starts(batch: FlattenedBatch) -> list[int]:
     return [*begins.nonzero().flatten().tolist(), len(positions)]
 
 
-def _count(batch: FlattenedBatch) -> int:
-    return len(_starts(batch)) - 1
-
-
 def _take(batch: FlattenedBatch, start: int, stop: int) -> FlattenedBatch:
     """Return the sequences ``start`` to ``stop - 1`` of a row."""
     starts = _starts(batch)[start : stop + 1]
@@ -50,4 +46,4 @@ def _take(batch: FlattenedBatch, start: int, stop: int) -> FlattenedBatch:
     return part
 
 
-register_splitter(FlattenedBatch, count=_count, take=_take)
+register_splitter(FlattenedBatch, count=lambda batch: len(_starts(batch)) - 1, take=_take)

@@ -80,10 +80,9 @@ def find_splitter(node: Any) -> Splitter | None:
     Batches of torch_geometric need no registration.
     """
     kind = type(node)
-    if _SPLITTERS:
-        for base in kind.__mro__:
-            if base in _SPLITTERS:
-                return _SPLITTERS[base]
+    for base in kind.__mro__:
+        if base in _SPLITTERS:
+            return _SPLITTERS[base]
     if hasattr(kind, "to_data_list") and hasattr(kind, "from_data_list") and hasattr(node, "num_graphs"):
         return _OF_GRAPHS
     return None
@@ -198,12 +197,8 @@ def walk(
 
 def tensors_in(node: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in a value, at any depth."""
-    for _, tensor in walk(node, _as_tensor):
+    for _, tensor in walk(node, lambda each: each if isinstance(each, torch.Tensor) else None):
         yield tensor
-
-
-def _as_tensor(node: Any) -> torch.Tensor | None:
-    return node if isinstance(node, torch.Tensor) else None
 
 
 def rebuild(node: Any, children: Iterable[Any]) -> Any:

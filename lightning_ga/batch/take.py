@@ -41,8 +41,6 @@ def _take_tensor(tensor: torch.Tensor, axis: int, start: int, stop: int) -> torc
         return torch.nested.as_nested_tensor(list(tensor.unbind()[start:stop]), layout=tensor.layout)
     if tensor.layout != torch.strided:  # sparse tensors have no views along an axis
         part = torch.narrow_copy(tensor.to_sparse(layout=torch.sparse_coo), axis, start, stop - start)
-        if tensor.layout == torch.sparse_coo:
-            return part
         return part.to_sparse(layout=tensor.layout)
     if type(tensor) in (torch.Tensor, torch.nn.Parameter):
         return tensor.narrow(axis, start, stop - start)

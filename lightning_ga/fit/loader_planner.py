@@ -63,8 +63,11 @@ class LoaderPlanner:
 
     def effective(self, epoch: int) -> int:
         """Return the largest effective batch of an epoch, at most the samples of the epoch."""
+        return self.source.within_epoch(self._asked_effective(epoch), epoch)
+
+    def _asked_effective(self, epoch: int) -> int:
         asked = self._parts.request.effective_batch(epoch, self._micro_batch_at_start, self.recipe.world_size)
-        return self.source.within_epoch(asked or self.recipe.effective, epoch)
+        return asked or self.recipe.effective
 
     def samples_of_epoch(self, epoch: int) -> int:
         """Return the samples of an epoch, over all ranks."""
@@ -89,22 +92,26 @@ class LoaderPlanner:
         return self.source.within_collatable(max(1, high))
 
     def steps_of(self, epoch: int, *, steps: int, samples: int) -> tuple[int, int]:
-        """Return optimizer steps and samples of an epoch that begins after so many."""
-        return self.source.steps_of(epoch, self._schedule_of(epoch, steps=steps, samples=samples))
+        """Return optimizer steps and samples of an epoch that begins after so many, as long as the planned one.
 
-    def _schedule_of(self, epoch: int, *, steps: int, samples: int) -> PiecewiseSchedule:
+        To ask a sampler for the length of each epoch would take long.
+        """
+        as_long_as = self.inputs.epoch
+        schedule = self._schedule_of(epoch, as_long_as, steps=steps, samples=samples)
+        return self.source.steps_of(as_long_as, schedule)
+
+    def _schedule_of(self, epoch: int, as_long_as: int, *, steps: int, samples: int) -> PiecewiseSchedule:
         """Return the effective batches of an epoch that begins after so many steps and samples."""
         growth = self._parts.request.growth(self._micro_batch_at_start, self.recipe.world_size, steps, samples)
-        if growth is None:
-            return constant(self.effective(epoch))
-        return growth.at_most(self.source.within_epoch(growth.largest, epoch))
+        schedule = growth or constant(self._asked_effective(epoch))
+        return schedule.at_most(self.source.within_epoch(schedule.largest, as_long_as))
 
     # --- plans ---------------------------------------------------------------------------------
 
     def plan_epoch(self, epoch: int, *, enabled: bool = True) -> None:
         """Plan an epoch; unless it is ``enabled``, the loader yields nothing, and another plan follows."""
         position = self._parts.progress.position_in(epoch)
-        schedule = self._schedule_of(epoch, steps=position.steps_before, samples=position.samples_before)
+        schedule = self._schedule_of(epoch, epoch, steps=position.steps_before, samples=position.samples_before)
         recipe_epoch = self.source.epoch(epoch)
         self.inputs = EpochInputs(epoch, recipe_epoch, schedule, position.samples_done, position.windows_done)
         self.cut(enabled=enabled)

@@ -23,7 +23,7 @@ class KnownSamples:
     """A few samples of a loader, and what it collates of them. For the arguments see ``SampleReader``."""
 
     def __init__(
-        self, loader: Any, indices: Sequence[Any] | Callable[[], Sequence[Any]] | None = None, *, trusted: bool = False
+        self, loader: Any, indices: Callable[[], Sequence[Any]] | None = None, *, trusted: bool = False
     ) -> None:
         self.loader = loader
         self.reader = SampleReader(loader, indices, trusted=trusted)

@@ -8,16 +8,20 @@ from array import array
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Sequence
 from itertools import islice
+from operator import eq
 from typing import Any
 
 import torch
 
 from lightning_ga.batch.pytree import same_values
 from lightning_ga.memory.live_tensors import uncounted
+from lightning_ga.memory.oom import attempt
 from lightning_ga.plan.accumulation import ceil_div
+from lightning_ga.snapshot.random_numbers import own_generators, seed_generator
 from lightning_ga.snapshot.user_objects import borrowed, seeded
 
 MOST_KEPT = 2**20  # indices of an order that a checkpoint keeps
+MOST_DRAWN = 2**24  # indices of an order that is read off a sampler: more take a minute, and gigabytes
 _SEEDS = 2**63  # seeds go on from 0 here, within the 64 bits of torch.Generator
 
 
@@ -81,19 +85,30 @@ class FromSampler:
     """The indices that a sampler of the user's own yields, shuffled if Lightning ``shuffles`` them; at most ``len()``.
 
     The length is rounded up to a multiple of ``batch``, because stock Lightning counts batches. Random numbers depend
-    on seed + epoch. To plan an epoch, a copy of the sampler is read. When training begins the epoch, the sampler itself
-    is read, because hooks may have changed it meanwhile.
+    on seed + epoch, those of its own generators on their ``seeds`` + epoch. To plan an epoch, a copy of the sampler is
+    read. When training begins the epoch, the sampler itself is read, because hooks may have changed it meanwhile.
     """
 
-    def __init__(self, sampler: Any, dataset: Any = None, *, seed: int, batch: int = 1, shuffles: bool = False) -> None:
+    def __init__(
+        self,
+        sampler: Any,
+        dataset: Any = None,
+        *,
+        seed: int,
+        seeds: Sequence[int] = (),
+        batch: int = 1,
+        shuffles: bool = False,
+    ) -> None:
         self._sampler = sampler
         self._dataset = dataset
         self._seed = seed
+        self._seeds = seeds
         self._batch = batch
         self._shuffles = shuffles
         self._drawn: tuple[Any, list[Any]] = (None, [])  # to plan: epoch and length of the sampler, and indices
         self._begun: tuple[int | None, list[Any]] = (None, [])  # by training: epoch and indices
-        self._changes = False
+        # Generators of NumPy and Python may be seeded anew in each process.
+        self._changes = not all(isinstance(each, torch.Generator) for each in own_generators(sampler))
 
     def size(self, epoch: int) -> int:
         """Return the samples of an epoch: those that the sampler yields."""
@@ -108,7 +123,10 @@ class FromSampler:
             with borrowed(self._sampler, self._dataset) as sampler:
                 drawn = self._read(sampler, epoch)
                 if sampler is not self._sampler:  # one that cannot be copied would move on if it were read again
-                    self._changes |= not same_values(drawn, self._read(sampler, epoch))
+                    again = self._read(sampler, epoch)
+                    # Millions of plain numbers are compared at once.
+                    is_same = attempt(eq, lambda _: True, drawn, again).result or same_values(drawn, again)
+                    self._changes |= not is_same
             self._drawn = wanted, drawn
         return self._drawn[1]
 
@@ -120,7 +138,7 @@ class FromSampler:
         return self._begun[1]
 
     def changes(self, epoch: int) -> bool:
-        """Return whether the sampler yields another order each time that it is asked for one epoch."""
+        """Return whether the sampler may yield another order when it is asked for one epoch again."""
         self.draw(epoch)
         return self._changes
 
@@ -141,14 +159,14 @@ class FromSampler:
         self._begun = epoch, indices.tolist()
         self._changes = True
 
-    def pool(self, epoch: int) -> Sequence[Any]:
-        """Return the indices of the epoch."""
-        return self.draw(epoch)
+    pool = draw  # training may meet the indices of the epoch
 
     def _read(self, sampler: Any, epoch: int) -> list[Any]:
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
-        with seeded(self._seed + epoch, sampler, epoch=epoch):
+        with seeded(self._seed + epoch, sampler):
+            for generator, seed in zip(own_generators(sampler), self._seeds):
+                seed_generator(generator, seed + epoch)
             iterator = iter(sampler)
             found = list(islice(iterator, ceil_div(len(sampler), self._batch) * self._batch))
             next(iterator, None)  # one that yields no more comes to its end, where it may count its epochs

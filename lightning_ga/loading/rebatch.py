@@ -23,6 +23,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ga.loading.orders import FromSampler, Order, Sequential, Shuffled
 from lightning_ga.loading.sampler import WindowBatchSampler
+from lightning_ga.snapshot.random_numbers import own_generators, seed_of
 
 
 def _of_the_only_rank(value: Any) -> Any:
@@ -67,11 +68,6 @@ def finishes_batches(loader: "DataLoader[Any]") -> bool:
 def has_own_collate(loader: Any) -> bool:
     """Return whether collating may drop samples, or make tensors of text: torch's own function does not."""
     return loader.collate_fn is not default_collate
-
-
-def collates_by_index(loader: Any) -> bool:
-    """Return whether a loader collates samples of a dataset that is read by index."""
-    return collates(loader) and not isinstance(loader.dataset, IterableDataset)
 
 
 def why_in_step(loader: Any) -> str:
@@ -122,15 +118,14 @@ def read_order(loader: "DataLoader[Any]", settings: SourceSettings) -> Order | N
         if settings.must_shuffle and settings.may_shuffle:
             return Shuffled(length, settings.seed)
         return Sequential(length)
+    # Each rank may have seeded its own generators differently.
+    seeds = settings.of_first_rank([*map(seed_of, own_generators(sampler))])
     if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source):
-        seed = settings.seed
-        if sampler.generator is not None:
-            seed = sampler.generator.initial_seed()  # each rank may have seeded its own differently
-        return Shuffled(partial(len, sampler), settings.of_first_rank(seed))
+        return Shuffled(partial(len, sampler), [*seeds, settings.seed][0])
     # Lightning leaves a DistributedSampler as it is; here there is one on a single rank.
     shuffles = settings.must_shuffle and settings.may_shuffle and not isinstance(sampler, DistributedSampler)
     batch = 1 if batches.drop_last else batches.batch_size  # to which the length is rounded up
-    return FromSampler(sampler, loader.dataset, seed=settings.seed, batch=batch, shuffles=shuffles)
+    return FromSampler(sampler, loader.dataset, seed=settings.seed, seeds=seeds, batch=batch, shuffles=shuffles)
 
 
 def rebatch(

@@ -14,11 +14,11 @@ from math import gcd
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from lightning_ga.batch.layout import leaves
 from lightning_ga.batch.pytree import same_values
-from lightning_ga.loading.rebatch import collates_by_index, copy_loader, finishes_batches, length_of
+from lightning_ga.loading.rebatch import collates, copy_loader, finishes_batches, length_of
 from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.memory.oom import attempt, is_out_of_memory
 from lightning_ga.snapshot.random_numbers import generators_in, reseed
@@ -34,12 +34,12 @@ _GOLDEN = (5**0.5 - 1) / 2  # multiples of it, less their whole part, are spread
 class SampleReader:
     """Reads samples that are not collated.
 
-    ``indices`` are those that may be read, by default of the whole dataset. They are ``trusted`` if the user has
+    ``indices`` returns those that may be read, by default of the whole dataset. They are ``trusted`` if the user has
     said that samples are read by index: then none need be the same again.
     """
 
     def __init__(
-        self, loader: Any, indices: Sequence[Any] | Callable[[], Sequence[Any]] | None = None, *, trusted: bool = False
+        self, loader: Any, indices: Callable[[], Sequence[Any]] | None = None, *, trusted: bool = False
     ) -> None:
         self.loader = loader
         self._indices = indices
@@ -49,11 +49,9 @@ class SampleReader:
     @cached_property
     def indices(self) -> Sequence[Any]:
         """The indices of the samples that may be read."""
-        if callable(self._indices):
-            return self._indices()
         if self._indices is None:
             return range(length_of(self.loader.dataset) or 0)
-        return self._indices
+        return self._indices()
 
     def order(self) -> Iterator[Any]:
         """Return the indices, from all over the dataset first, then ever more densely.
@@ -106,7 +104,8 @@ class SampleReader:
 
     @property
     def _are_by_index(self) -> bool:
-        return collates_by_index(self.loader) and not finishes_batches(self.loader) and len(self.indices) > 0
+        is_indexed = collates(self.loader) and not isinstance(self.loader.dataset, IterableDataset)
+        return is_indexed and not finishes_batches(self.loader) and len(self.indices) > 0
 
     def _read(self, indices: Iterable[Any]) -> Generator[Any, None, None]:
         """Yield the samples, unless reading them would leave a trace; up to one that cannot be read by itself."""

@@ -94,7 +94,7 @@ class SampleSizes:
         start = sizes.index(size)
         same = indices[start : start + min(sizes.count(size), SAMPLES_KEPT)]
         # Of smaller samples more fit than of the largest, at most all that there are.
-        known = KnownSamples(self._loader, same, trusted=True)
+        known = KnownSamples(self._loader, lambda: same, trusted=True)
         return max(1, size), TrialBatches(cutter, len(sizes), known=known)
 
     def cut(self, plan: AccumulationPlan, epoch: EpochPlan, drawn: Any) -> tuple[AccumulationPlan, EpochPlan]:

@@ -60,7 +60,9 @@ class WindowBatchSampler(Sampler[list[Any]]):
         drawn = self.order.begin(self.epoch)
         for index in range(self.start, plan.count):
             window = plan.window(index, self.rank)
-            of_window = listed(drawn[window.start : window.end])
+            of_window = drawn[window.start : window.end]
+            if isinstance(of_window, torch.Tensor):  # else the dataset gets what the sampler yields
+                of_window = of_window.tolist()
             for position in range(len(window.sizes)):
                 places = plan.places(window, position)
                 found = [of_window[place - window.start] for place in places if place - window.start < len(of_window)]

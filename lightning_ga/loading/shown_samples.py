@@ -39,11 +39,10 @@ class ShownSamples:
 
 def _collate_and_show(collate: Callable[[Any], Any], file: Path, most: int, samples: list[Any]) -> Any:
     """Collate samples; write a few of them to a file that is there and empty, unless nothing is left of them."""
-    worker = get_worker_info()
-    is_first_worker = worker is None or worker.id == 0
+    is_first_worker = getattr(get_worker_info(), "id", 0) == 0  # or this process
     has_some = any(sample is not None for sample in samples)
     if is_first_worker and has_some and _is_awaited(file):
-        few = attempt(_pickled, lambda _: True, samples[:most]).result
+        few = attempt(lambda: pickle.dumps([*map(copied, samples[:most])]), lambda _: True).result
         part = file.with_suffix(".part")
         part.write_bytes(few or pickle.dumps([]))
         part.replace(file)  # whoever looks sees all or nothing
@@ -55,7 +54,3 @@ def _is_awaited(file: Path) -> bool:
     with suppress(FileNotFoundError):
         return file.stat().st_size == 0
     return False
-
-
-def _pickled(samples: list[Any]) -> bytes:
-    return pickle.dumps(list(map(copied, samples)))

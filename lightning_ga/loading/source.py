@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ga.errors import UserError
 from lightning_ga.loading.known_samples import KnownSamples
-from lightning_ga.loading.orders import FromSampler, Order, Sequential
+from lightning_ga.loading.orders import MOST_DRAWN, FromSampler, Order, Sequential
 from lightning_ga.loading.rebatch import SourceSettings, copy_loader, read_order, rebatch, why_in_step
 from lightning_ga.loading.sample_sizes import SampleSizes, SizeOf
 from lightning_ga.loading.sampler import WindowBatchSampler, listed
@@ -52,6 +52,9 @@ def _cut_in_loader(loader: "DataLoader[Any]", settings: SourceSettings, size_of:
     order = read_order(loader, settings)
     if order is None:
         return "an order of samples of its own on each rank"
+    sampler: Any = getattr(loader.batch_sampler, "sampler", None)
+    if isinstance(order, FromSampler) and len(sampler) > MOST_DRAWN:
+        return f"a sampler of {len(sampler):,} samples"
     source = LoaderSource(loader, order, settings, size_of)
     # The first rank's verdict counts: a slower rank reads fewer samples and may not see the reason.
     why: str = settings.of_first_rank(source.samples.why_in_step(source.recipe.batch_size))
@@ -141,7 +144,7 @@ class LoaderSource:
             order.restore(kept, epoch)
         elif order.changes(epoch):
             rank_zero_warn(
-                "The sampler yields another order each time that it is asked for one epoch, and the checkpoint does "
+                "The sampler may yield another order each time that it is asked for one epoch, and the checkpoint does "
                 "not contain the order of this one: some of its samples come twice, and others not before the next. "
                 "Let the order depend on the epoch (set_epoch)."
             )

@@ -41,11 +41,9 @@ class StandIns:
         return self._filled(self._read(batches, self._sampler.planned()))
 
     def _filled(self, read: Iterator[tuple[Window, int, Any]]) -> Iterator[Any]:
-        is_only_rank = self._recipe.world_size == 1
         spare = None  # a micro-batch that may stand in for those of nothing
         waiting: list[tuple[int, int]] = []  # places of those, while there is no spare
         for window, index_in_window, batch in read:
-            ends_window = index_in_window + 1 == len(window.sizes)
             if batch is None:
                 waiting.append((window.index, index_in_window))
             else:
@@ -57,7 +55,8 @@ class StandIns:
                 waiting = []
             if batch is not None:
                 yield batch
-            if is_only_rank and ends_window:
+            is_last = index_in_window + 1 == len(window.sizes)
+            if is_last and self._recipe.world_size == 1:
                 yield from [None] * len(waiting)
                 waiting = []
                 spare = None

@@ -217,8 +217,7 @@ class TrialBatches:
 
         Ranks vote on one size, so one that has planned fewer returns the largest, too.
         """
-        has_lost_some = self._held < self._planned_here
-        return self._held if has_lost_some else self._planned_on_any_rank
+        return self._held if self._held < self._planned_here else self._planned_on_any_rank
 
     @property
     def empty(self) -> bool:

@@ -43,9 +43,7 @@ class Recipe:
             return min(batches, self.limit)
         used = int(batches * self.limit)
         if batches and not used:
-            raise UserError(
-                f"limit_train_batches={self.limit} of {batches} batches leaves none: use at least {1 / batches:.3g}."
-            )
+            raise UserError(f"limit_train_batches={self.limit} of {batches} batches leaves none: 1 is one batch.")
         return used
 
     def epoch(self, samples: int, most: int | None = None) -> "RecipeEpoch":

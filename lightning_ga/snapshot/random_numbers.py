@@ -1,10 +1,12 @@
 """Keep and restore generators of random numbers: torch's, NumPy's and Python's."""
 
+import pickle
 import random
 from collections.abc import Iterable
 from itertools import chain
 from operator import attrgetter
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -22,6 +24,13 @@ def generator_state(generator: Any) -> Any:
     if isinstance(generator, (random.Random, np.random.RandomState)):
         return generator.__getstate__()  # NumPy's ``get_state`` warns of any bit generator but MT19937
     return generator.get_state()
+
+
+def seed_of(generator: Any) -> int:
+    """Return a number that tells how a generator was seeded: of NumPy and Python, as long as nothing was drawn."""
+    if isinstance(generator, torch.Generator):
+        return generator.initial_seed()
+    return crc32(pickle.dumps(generator_state(generator)))
 
 
 def restore_generator(generator: Any, state: Any) -> None:
@@ -49,6 +58,11 @@ def _is_generator(value: Any) -> bool:
     if type(value).__module__ in ("builtins", "collections") or isinstance(value, random.SystemRandom):  # has no state
         return False
     return isinstance(value, GENERATORS)
+
+
+def own_generators(thing: object) -> list[Any]:
+    """Return the generators among the attributes of an object."""
+    return generators_in(held_by([thing]))
 
 
 def generators_of(module: torch.nn.Module) -> list[Any]:

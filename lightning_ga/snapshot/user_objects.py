@@ -27,7 +27,7 @@ from torch.utils.data import Dataset
 from lightning_ga.batch.pytree import same_values
 from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.snapshot.copies import by_id, copies_of, everything_in, is_writable, put_back
-from lightning_ga.snapshot.random_numbers import RandomState, generators_in, held_by, reseed, seed_generator
+from lightning_ga.snapshot.random_numbers import RandomState, generators_in, held_by, reseed
 
 _COPIED = 200_000  # entries of all containers that are put back: longer ones are data
 _LISTED = 500  # entries of a container that is searched: longer ones are data
@@ -150,21 +150,15 @@ def _is_kept_file(thing: Any) -> bool:
 
 
 @contextmanager
-def seeded(seed: int, *holders: object, epoch: int = 0) -> Iterator[None]:
+def seeded(seed: int, *holders: object) -> Iterator[None]:
     """Return a context in which random numbers depend on the seed alone; afterwards every generator is as it was.
 
-    The global generators are seeded with ``seed``, and so are generators among ``holders`` and their attributes, but
-    for a ``torch.Generator`` there: that is seeded with its initial seed + ``epoch``.
+    The global generators are seeded with it, and so are generators among ``holders`` and their attributes.
     """
     own = generators_in([*holders, *held_by(holders)])
     before = RandomState(own)
     try:
-        for generator in own:
-            if isinstance(generator, torch.Generator):
-                seed_generator(generator, generator.initial_seed() + epoch)
-            else:
-                seed_generator(generator, seed)
-        reseed(seed)
+        reseed(seed, own)
         yield
     finally:
         before.restore()

@@ -1,6 +1,7 @@
 """How many optimizer steps there will be, and what counts them: schedules, validation and limits."""
 
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -8,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 from reference import Regression, Samples, StreamOf, Validated, fit, loader
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
 from lightning_ga import AutoAccumulate, UserError, optimizer_steps
 from lightning_ga.plan.config import Request
@@ -197,3 +198,40 @@ def test_an_interval_above_the_epoch_is_refused_in_batches_of_the_recipe() -> No
     assert module.steps_at_validation == [1]
     with pytest.raises(ValueError, match=r"`val_check_interval` \(9\) must be less than or equal to .* \(8\)"):
         fit(loader(30, 4), AutoAccumulate(micro_batch_size=1), module=Validated(), val_check_interval=9)
+
+
+READS: list[int] = []  # no object that is put back
+
+
+class Asked(Sampler[int]):
+    """Notes when it is read."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __iter__(self) -> Iterator[int]:
+        READS.append(len(READS))
+        return iter(range(24))
+
+
+class Once(Scheduled):
+    """Ends after its first epoch, and notes how often its sampler has been read when steps were counted."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        self.reads = len(READS)
+        return optimizer
+
+    def on_train_epoch_end(self) -> None:
+        self.trainer.should_stop = True
+
+
+def test_a_sampler_is_not_read_for_each_epoch_whose_steps_are_counted() -> None:
+    """It may have millions of samples, and training hundreds of epochs."""
+    READS.clear()
+    module, _ = fit(DataLoader(Samples(24), 4, sampler=Asked()), AutoAccumulate(8), module=Once(), max_epochs=50)
+    assert module.steps == 50 * 3
+    assert module.reads < 10
+    callback = AutoAccumulate({0: 8, 1: 12})
+    module, trainer = fit(DataLoader(Samples(24), 4, sampler=Asked()), callback, module=Scheduled(), max_epochs=3)
+    assert module.steps == trainer.global_step == callback.optimizer_steps() == 3 + 2 + 2

@@ -1,15 +1,17 @@
 """A loader of any make is read and copied with other batches, and is itself left alone."""
 
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from reference import SizedStreamOf, StreamOf
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler, SubsetRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ga.loading.orders import Sequential
@@ -171,6 +173,58 @@ def test_an_order_follows_the_length_of_its_dataset(make: Any, settings: dict[st
         assert order.size(epoch) == length - length % multiple
         assert sorted(map(int, order.pool(epoch))) == [*range(length)]
         assert sorted(map(int, order.begin(epoch))) == [*range(length)]
+
+
+class Drawing:
+    """Shuffles with a generator of its own."""
+
+    def __init__(self, generator: Any) -> None:
+        self.generator = generator
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __iter__(self) -> Iterator[int]:
+        numbers = list(range(SIZE))
+        self.generator.shuffle(numbers)
+        return iter(numbers)
+
+
+def of_torch(kind: Callable[..., Any]) -> Callable[[int], Any]:
+    return lambda seed: kind(range(SIZE), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        of_torch(RandomSampler),
+        of_torch(SubsetRandomSampler),
+        lambda seed: Drawing(random.Random(seed)),
+        lambda seed: Drawing(np.random.RandomState(seed)),
+        lambda seed: Drawing(np.random.default_rng(seed)),
+    ],
+)
+def test_the_seed_of_a_samplers_own_generator_counts(make: Callable[[int], Any]) -> None:
+    """Members of an ensemble have orders of their own; ranks have that of the first, however theirs were seeded."""
+    of_first: list[Any] = []
+
+    def order(seed: int, of_first_rank: Any, ranks: int = 1) -> list[int]:
+        found = read_order(
+            DataLoader(range(SIZE), 3, sampler=make(seed)),  # type: ignore[arg-type]
+            settings_of(ranks, of_first_rank=of_first_rank),
+        )
+        assert found is not None
+        return [int(index) for index in found.draw(1)]
+
+    def kept(value: Any) -> Any:
+        of_first.append(value)
+        return value
+
+    alone = order(3, lambda value: value)
+    assert sorted(alone) == [*range(SIZE)]
+    assert order(3, lambda value: value) == alone
+    assert order(4, lambda value: value) != alone
+    assert order(3, kept, 2) == order(4, lambda _: of_first.pop(), 2) == alone
 
 
 class Endless:

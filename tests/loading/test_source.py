@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import StreamOf
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset, RandomSampler, Subset
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ga.errors import UserError
@@ -97,6 +97,14 @@ def test_the_trainers_limit_counts_batches_of_the_recipe(
         assert plan.factor == feed.epoch_plan.factor
         assert feed.steps_of(0, constant(effective)) == (len(expected), sum(map(len, expected)))
     assert trained_on(ranks) == expected
+
+
+def test_an_order_that_is_too_long_to_be_drawn_is_left_to_the_loader() -> None:
+    """As of a sampler with replacement that lasts for the whole training: stock Lightning reads it bit by bit."""
+    sampler = RandomSampler(range(8), replacement=True, num_samples=2**40)
+    source = read_source(DataLoader(range(8), 4, sampler=sampler), SourceSettings(1, 1, 0, SEED))  # type: ignore[arg-type]
+    assert isinstance(source, StepSource)
+    assert source.why == "a sampler of 1,099,511,627,776 samples"
 
 
 @pytest.mark.parametrize("shard", [True, False])
