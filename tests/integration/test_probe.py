@@ -12,7 +12,9 @@ from wide import BUDGET, Wide
 from lightning_ga import AutoAccumulate, UserError
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.fit import limit_search
+from lightning_ga.memory.allocator_segments import ROUNDING
 from lightning_ga.memory.device import total_memory
+from lightning_ga.memory.trace import rounded_up
 from lightning_ga.probe.budget import Budget
 from lightning_ga.probe.meters import StepMeter
 from lightning_ga.probe.probed_loop import ProbedLoop
@@ -119,7 +121,8 @@ def test_parameters_that_no_loss_reaches_have_neither_gradients_nor_state_in_tri
 
     found = probe(Beside(), budget=BUDGET + 8000).probe
     plain = probe(Wide()).probe
-    assert (found.limit, found.peak_bytes) == (plain.limit, plain.peak_bytes + 8000)
+    beside = rounded_up(8000, ROUNDING) if torch.cuda.is_available() else 8000
+    assert (found.limit, found.peak_bytes) == (plain.limit, plain.peak_bytes + beside)
     if torch.cuda.is_available():  # there the optimizer makes its state in a step
         assert (plain.steps, found.steps) == (4, 4)
     else:
