@@ -96,7 +96,7 @@ def test_samples_of_several_loaders_are_those_of_the_largest() -> None:
 
 
 class PairedInLittleMemory(Paired):
-    """Runs out of memory with more than 6 samples of the larger loader: on a GPU the first trial would find that."""
+    """Runs out of memory with more than 6 samples of the larger loader."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         if len(batch["b"][0]) > 6:
@@ -112,11 +112,14 @@ def test_reports_of_memory_count_samples_of_the_largest_of_several_loaders() -> 
     callback = AutoAccumulate(verify=False, cache=False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        _, trainer = fit(data, callback, module=PairedInLittleMemory(), max_epochs=1, accelerator="cpu")
+        _, trainer = fit(data, callback, module=PairedInLittleMemory(), max_epochs=1)
         trainer.validate(PairedInLittleMemory(), data, verbose=False)
     reports = [str(each.message) for each in caught if str(each.message).startswith("Memory ran out")]
+    stages = ["training", "validation"]
+    if torch.cuda.is_available():  # a trial of the whole window has met the error before training does
+        stages = ["validation"]
     assert [report.split(" after")[0] for report in reports] == [
-        f"Memory ran out in {stage} with 12 samples" for stage in ("training", "validation")
+        f"Memory ran out in {stage} with 12 samples" for stage in stages
     ]
     assert all("in micro-batches of at most 6 samples" in report for report in reports)
 
