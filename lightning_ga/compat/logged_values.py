@@ -110,7 +110,7 @@ class StepValues:
             held.enter_context(shadowed(self._trainer._logger_connector, "on_batch_end", self._end_batch))
             for metric in self._trainer.lightning_module.modules():
                 # A wrapper updates others, which a copy of it would share.
-                if isinstance(metric, Metric) and not any(isinstance(part, Metric) for part in metric.children()):
+                if isinstance(metric, Metric) and not any(isinstance(part, Metric) for part in [*metric.modules()][1:]):
                     held.enter_context(_copied_updates(metric, self._copy_of))
             yield
 
@@ -142,7 +142,7 @@ class StepValues:
 
     def _end_batch(self) -> None:
         """At a window's end, show values that its last micro-batch has not logged, before Lightning reads all."""
-        if self._place.window_is_over:
+        if self._trainer.training and self._place.window_is_over:  # batches of validation end here, too
             for key, logged in self._values.items():
                 if self._place.ready not in logged:
                     self._show(key)
