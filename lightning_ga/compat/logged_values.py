@@ -258,8 +258,7 @@ def merged_entry(logged: Sequence[Logged], largest: int = 0) -> tuple[Any, Setti
     if not all(isinstance(value, Tensor) for value in values):  # a metric has seen all passes
         return values[0], settings
     kind = settings.get("reduce_fx", "mean")
-    name = kind if isinstance(kind, str) else kind.__name__
-    reduce = _REDUCTIONS.get(name.lower())
+    reduce = _REDUCTIONS.get(str(getattr(kind, "__name__", kind)).lower())
     if reduce is None:
         return mean(values, weights), settings
     return reduce(torch.stack(values)), settings

@@ -48,9 +48,13 @@ def isolated(trainer: Any, *, begins: bool = True, steps: bool = True) -> Iterat
     no pass may let the optimizer step.
     """
     model = trainer.strategy.model
-    modules = [trainer.lightning_module, model]
     stepping = [*trainer.optimizers, *(config.scheduler for config in trainer.lr_scheduler_configs)]
-    state = ModuleState(modules, stepping, shared=[trainer, trainer.strategy, trainer.datamodule], steps=steps)
+    state = ModuleState(
+        [trainer.lightning_module, model],
+        stepping,
+        shared=[trainer, trainer.strategy, trainer.datamodule],
+        steps=steps,
+    )
     _add_trainer(state.attributes, trainer)
 
     def prepare() -> None:
