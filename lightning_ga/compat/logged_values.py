@@ -242,8 +242,8 @@ def _exchanged(value: Tensor, weight: float, sync: Any) -> Tensor:
     product = torch.zeros_like(wide)
     if weight:  # a mean over nothing is NaN, and 0 × NaN too
         product = wide * weight
-    means = sync(torch.stack([wide, product, of_rank, of_rank.square()]))  # over ranks
-    mean_value, mean_product, mean_weight, mean_square = means
+    # Over ranks.
+    mean_value, mean_product, mean_weight, mean_square = sync(torch.stack([wide, product, of_rank, of_rank.square()]))
     are_equal = mean_square == mean_weight.square()
     return torch.where(are_equal, mean_value, mean_product / mean_weight).to(value.dtype)
 
