@@ -175,8 +175,10 @@ class AutoAccumulate(Callback):
         self._started_fit.verdict.warn()
 
     def _log_arguments(self, trainer: Any) -> None:
-        plain = (int, float, str, type(None))
-        arguments = {name: value if isinstance(value, plain) else repr(value) for name, value in self._given.items()}
+        arguments = {
+            name: value if isinstance(value, int | float | str | None) else repr(value)
+            for name, value in self._given.items()
+        }
         for logger in trainer.loggers:
             try:
                 logger.log_hyperparams({"AutoAccumulate": {**arguments, "plan": str(self.plan)}})

@@ -39,5 +39,4 @@ def trainer_arguments(environment: Mapping[str, str] = os.environ) -> dict[str, 
             f"WORLD_SIZE={world_size} is not GROUP_WORLD_SIZE={agents} times LOCAL_WORLD_SIZE={devices}: start all "
             "agents with the same --nproc-per-node."
         )
-    strategy = "ddp" if world_size > 1 else "auto"
-    return {"devices": devices, "num_nodes": agents, "strategy": strategy}
+    return {"devices": devices, "num_nodes": agents, "strategy": "ddp" if world_size > 1 else "auto"}

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from typing import Any
 
 from lightning_ga.compat import patching
+from lightning_ga.compat.loop_counters import LoopPlace
 from lightning_ga.snapshot.random_numbers import RandomState
 
 
@@ -29,8 +30,7 @@ def guarded_advance(
 
     def advance(fetcher: Any) -> None:
         nonlocal last_step
-        is_due = trainer.world_size > 1 and last_step != trainer.global_step
-        if is_due and broadcast_sigterm is not None:
+        if broadcast_sigterm is not None and trainer.world_size > 1 and last_step != trainer.global_step:
             last_step = trainer.global_step
             broadcast_sigterm(loop)
         run(lambda: stock(loop, fetcher if see is None else _Seen(fetcher, see)))
@@ -71,6 +71,11 @@ def first_batch(trainer: Any) -> Any:
     for part in loop._combined_loader.flattened:
         patching.sibling(trainer, "loops.fit_loop")._set_sampler_epoch(part, loop.epoch_progress.current.processed)
     before = RandomState()
+    starts_anew = trainer.current_epoch > 0 and not LoopPlace(trainer).keeps_iterator
+    if starts_anew and hasattr(loop, "is_resuming"):  # Lightning 2.5.0 has no such property
+        # In a second fit the loop starts the iterator anew as it begins to read, and the batch would be lost.
+        iter(fetcher)
+        loop._resuming_from_checkpoint = True  # until the epoch ends: the loop keeps this iterator
     fetched = next(fetcher, None)
     if fetched is not None:
         fetcher.iterator = _then(_as_if_read_now(fetched, before, RandomState()), fetcher.iterator)

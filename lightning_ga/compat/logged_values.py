@@ -110,7 +110,7 @@ class StepValues:
             held.enter_context(shadowed(self._trainer._logger_connector, "on_batch_end", self._end_batch))
             for metric in self._trainer.lightning_module.modules():
                 # A wrapper updates others, which a copy of it would share.
-                if isinstance(metric, Metric) and not any(isinstance(part, Metric) for part in metric.children()):
+                if isinstance(metric, Metric) and not any(isinstance(part, Metric) for part in [*metric.modules()][1:]):
                     held.enter_context(_copied_updates(metric, self._copy_of))
             yield
 
@@ -142,7 +142,7 @@ class StepValues:
 
     def _end_batch(self) -> None:
         """At a window's end, show values that its last micro-batch has not logged, before Lightning reads all."""
-        if self._place.window_is_over:
+        if self._trainer.training and self._place.window_is_over:  # batches of validation end here, too
             for key, logged in self._values.items():
                 if self._place.ready not in logged:
                     self._show(key)
@@ -242,8 +242,8 @@ def _exchanged(value: Tensor, weight: float, sync: Any) -> Tensor:
     product = torch.zeros_like(wide)
     if weight:  # a mean over nothing is NaN, and 0 × NaN too
         product = wide * weight
-    means = sync(torch.stack([wide, product, of_rank, of_rank.square()]))  # over ranks
-    mean_value, mean_product, mean_weight, mean_square = means
+    # Over ranks.
+    mean_value, mean_product, mean_weight, mean_square = sync(torch.stack([wide, product, of_rank, of_rank.square()]))
     are_equal = mean_square == mean_weight.square()
     return torch.where(are_equal, mean_value, mean_product / mean_weight).to(value.dtype)
 
@@ -258,8 +258,7 @@ def merged_entry(logged: Sequence[Logged], largest: int = 0) -> tuple[Any, Setti
     if not all(isinstance(value, Tensor) for value in values):  # a metric has seen all passes
         return values[0], settings
     kind = settings.get("reduce_fx", "mean")
-    name = kind if isinstance(kind, str) else kind.__name__
-    reduce = _REDUCTIONS.get(name.lower())
+    reduce = _REDUCTIONS.get(str(getattr(kind, "__name__", kind)).lower())
     if reduce is None:
         return mean(values, weights), settings
     return reduce(torch.stack(values)), settings

@@ -13,6 +13,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from lightning_ga.compat import patching
+from lightning_ga.errors import UserError
 
 _left: "WeakKeyDictionary[Any, Any]" = WeakKeyDictionary()  # by Trainer, between two fits: where the first ended
 _COUNTS = ("ready", "started", "processed", "completed")
@@ -82,6 +83,15 @@ class LoopPlace(LoopReader):
     def set_factor(self, factor: int) -> None:
         """Set the micro-batches of a window; nothing else sets ``trainer.accumulate_grad_batches``."""
         self._trainer.accumulate_grad_batches = factor
+        self._planned_factor = factor
+
+    def require_planned_factor(self) -> None:
+        """Refuse a factor that other code has set, because windows are planned with ours."""
+        if self.factor != self._planned_factor and not self.skips_backward:
+            raise UserError(
+                f"trainer.accumulate_grad_batches was set to {self.factor} during training, where AutoAccumulate has "
+                f"set {self._planned_factor}: give a schedule instead, such as accumulate={{0: 1, 5: 4}}, by epoch."
+            )
 
     def take_back(self) -> Any:
         """Restore the recipe's factor after an earlier fit of this Trainer; return where that fit ended, if any."""

@@ -6,7 +6,7 @@ Tested in tests/compat/test_rank_policy.py and tests/integration/test_ranks.py.
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -84,8 +84,7 @@ def shared_seed(trainer: Any) -> int:
 
 def of_first_rank(trainer: Any, value: T) -> T:
     """Return rank 0's value on every rank."""
-    of_first: T = trainer.strategy.broadcast(value)
-    return of_first
+    return cast(T, trainer.strategy.broadcast(value))
 
 
 def data_ranks(trainer: Any) -> tuple[int, int]:

@@ -45,9 +45,8 @@ def _replace_frequencies(trainer: Any, span: Callable[[], Any], interval: str, s
     if interval != "step":
         return
     loop = trainer.fit_loop.epoch_loop
-    is_last = bool(loop._num_ready_batches_reached())
     counted = loop.batch_idx + 1
     for config in trainer.lr_scheduler_configs:
         if config.interval == "step" and config.frequency != 1:
-            is_due = span().steps_schedule(config.frequency, is_last=is_last)
+            is_due = span().steps_schedule(config.frequency, is_last=loop._num_ready_batches_reached())
             stack.enter_context(patching.replaced(config, frequency=counted if is_due else counted + 1))

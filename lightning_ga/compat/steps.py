@@ -48,9 +48,13 @@ def isolated(trainer: Any, *, begins: bool = True, steps: bool = True) -> Iterat
     no pass may let the optimizer step.
     """
     model = trainer.strategy.model
-    modules = [trainer.lightning_module, model]
     stepping = [*trainer.optimizers, *(config.scheduler for config in trainer.lr_scheduler_configs)]
-    state = ModuleState(modules, stepping, shared=[trainer, trainer.strategy, trainer.datamodule], steps=steps)
+    state = ModuleState(
+        [trainer.lightning_module, model],
+        stepping,
+        shared=[trainer, trainer.strategy, trainer.datamodule],
+        steps=steps,
+    )
     _add_trainer(state.attributes, trainer)
 
     def prepare() -> None:
@@ -100,8 +104,11 @@ def run_pass(
     batch_idx = progress.current.ready - 1
     hook = sibling(trainer, "trainer.call")._call_lightning_module_hook  # the step may need what these hooks set up
     # Ranks do not wait for each other: no reduction, which static_graph would begin all the same, no shared buffers.
-    flags = {"require_forward_param_sync": False, "_static_graph_delay_allreduce_enqueued": True}
-    there = {name: value for name, value in flags.items() if hasattr(strategy.model, name)}
+    there = {
+        name: value
+        for name, value in {"require_forward_param_sync": False, "_static_graph_delay_allreduce_enqueued": True}.items()
+        if hasattr(strategy.model, name)
+    }
     with (
         muted(trainer),
         getattr(strategy, "block_backward_sync", nullcontext)(),

@@ -85,6 +85,7 @@ class Rewinder:
         while True:
             kept_before = 0
             try:
+                self._parts.place.require_planned_factor()
                 if self._parts.place.begins_window:
                     self._begin_window()
                     if self._lower_after_retries():  # the next call counts no retries, so this happens once

@@ -15,6 +15,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 from torchmetrics import MaxMetric, MeanMetric, Metric
 from torchmetrics.regression import MeanSquaredError
+from torchmetrics.wrappers import BootStrapper
 
 from lightning_ga import AutoAccumulate
 from lightning_ga.testing import out_of_memory_at
@@ -215,6 +216,36 @@ def test_what_some_micro_batches_log_and_what_cannot_be_merged() -> None:
     assert found == [(second[0], last[1], last[2]) for _, second, last in windows]
 
 
+class Bootstrapped(Logging):
+    """Keeps a metric of several others, which draw samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.boot = BootStrapper(MeanMetric(), num_bootstraps=3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        predicted = self.net(batch[0])
+        self.boot(predicted.detach().flatten())
+        return mse_loss(predicted, batch[1])
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Log nothing here."""
+
+
+def test_metrics_in_a_list_of_a_metric_see_each_micro_batch_once() -> None:
+    """And no random number is drawn for them twice."""
+    ends = []
+    for batch, callbacks in ((5, []), (10, [ours(5)])):
+        module = Bootstrapped()
+        torch.manual_seed(3)
+        trainer = quiet_trainer(*callbacks, max_epochs=1, accumulate_grad_batches=10 // batch)
+        trainer.fit(module, DataLoader(Samples(40), batch_size=batch))
+        states = [(each.mean_value, each.weight) for each in module.boot.metrics]
+        ends.append((states, torch.get_rng_state()))
+    assert_same(ends[1][0], ends[0][0])
+    assert torch.equal(ends[1][1], ends[0][1])
+
+
 def on_rank(micro_batch: int, mode: str, fails: int) -> Any:
     """Train on two ranks, in six windows of 7 + 6 samples if the loader cuts, and of 7 + 7 in the step."""
     module = Logging(sync_dist=True, fails=fails if os.environ["RANK"] == "1" else 0)
@@ -301,6 +332,36 @@ def test_a_rank_without_items_adds_nothing_to_a_mean_over_ranks(tmp_path: Path) 
     one, other = on_ranks(labelled_on_rank, tmp_path)
     of_windows = [[*mine, *others] for mine, others in zip(one[1], other[1], strict=True)]
     assert [] in one[1] + other[1]
+    assert one[0] == other[0] == pytest.approx([sum(window) / len(window) for window in of_windows], rel=1e-12)
+
+
+class First(Numbered):
+    """Logs a value in the first of two micro-batches alone, and another in validation."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if batch_idx % 2 == 0:
+            self.numbers[-1] += batch[2].tolist()
+            self.log("number", batch[2].double().mean(), on_step=True, on_epoch=False, sync_dist=True)
+        return mse_loss(self.net(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("validated", batch[2].double().mean(), sync_dist=True)
+
+
+def first_on_rank() -> Any:
+    """Train in windows of 4 + 4 samples, with a validation after each second window."""
+    module = First()
+    logger = KeepRows()
+    trainer = quiet_trainer(ours(2), logger=logger, log_every_n_steps=1, val_check_interval=2, max_epochs=2, **ddp())
+    trainer.fit(module, DataLoader(Samples(32), batch_size=4), DataLoader(Samples(8), batch_size=2))
+    return [row["number"] for _, row in logger.rows if "number" in row], module.numbers[:-1]
+
+
+@pytest.mark.distributed
+def test_a_validation_exchanges_no_values_of_training(tmp_path: Path) -> None:
+    """Also those that the window's last micro-batch has not logged."""
+    one, other = on_ranks(first_on_rank, tmp_path)
+    of_windows = [[*mine, *others] for mine, others in zip(one[1], other[1], strict=True)]
     assert one[0] == other[0] == pytest.approx([sum(window) / len(window) for window in of_windows], rel=1e-12)
 
 

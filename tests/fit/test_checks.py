@@ -6,7 +6,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler
-from reference import Regression, quiet_trainer
+from reference import Regression, Samples, quiet_trainer
+from torch.utils.data import DataLoader
 
 from lightning_ga import AutoAccumulate
 from lightning_ga.errors import UserError
@@ -61,3 +62,28 @@ def test_strategies_that_accumulate_on_their_own_are_refused(accumulates: bool) 
     refused = pytest.raises(UserError, match="Accumulating accumulates gradients on its own.*ddp")
     with refused if accumulates else nullcontext():
         check(trainer)
+
+
+class SetsFactor(Regression):
+    """Raises the factor by hand, as the second epoch begins or after two steps."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__()
+        self.hook = hook
+
+    def on_train_epoch_start(self) -> None:
+        if self.hook == "epoch" and self.current_epoch == 1:
+            self.trainer.accumulate_grad_batches = 4
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.hook == "batch" and self.global_step == 2:
+            self.trainer.accumulate_grad_batches = 4
+
+
+@pytest.mark.parametrize("mode", ["loader", "step"])
+@pytest.mark.parametrize("hook", ["epoch", "batch"])
+def test_a_factor_that_a_hook_sets_is_refused(hook: str, mode: Any) -> None:
+    """Windows are planned with ours: another would be ignored, or count micro-batches."""
+    trainer = quiet_trainer(AutoAccumulate(micro_batch_size=4, micro_batching=mode, verify=False))
+    with pytest.raises(UserError, match="accumulate_grad_batches was set to 4 during training, where"):
+        trainer.fit(SetsFactor(hook), DataLoader(Samples(32), 8))

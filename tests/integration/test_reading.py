@@ -145,6 +145,41 @@ def test_a_queue_loses_nothing(kind: Any, mode: Any, limit: dict[str, int]) -> N
         assert accumulate.probe is None
 
 
+class Goes(IterableDataset[Any]):
+    """A stream with a length that goes on where it was left, over epochs and fits."""
+
+    def __init__(self) -> None:
+        self.samples = Samples(48)
+        self.number = 0
+
+    def __len__(self) -> int:
+        return 48
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(48):
+            self.number += 1
+            yield self.samples[self.number % 48]
+
+
+@pytest.mark.parametrize("kind", [Goes, partial(Queue, iter)])
+@pytest.mark.parametrize("limit", [{}, {"micro_batch_size": 5}])
+def test_a_second_fit_loses_nothing_of_a_stream_or_queue(kind: Any, limit: dict[str, int]) -> None:
+    """The loop starts its iterator anew in a second fit: before the first batch is looked at, not after."""
+
+    def train(*callbacks: Any) -> tuple[list[int], Any]:
+        data = DataLoader(kind(), 8)
+        torch.manual_seed(3)
+        module, trainer = fit(data, *callbacks, max_epochs=1)
+        trainer.fit_loop.max_epochs = 3
+        trainer.fit(module, data)
+        return [index for _, indices in module.micro_batches for index in indices], torch.get_rng_state()
+
+    stock, random_numbers = train()
+    ours, random_numbers_here = train(AutoAccumulate(cache=False, **limit))
+    assert ours == stock
+    assert torch.equal(random_numbers_here, random_numbers)
+
+
 class Augmented(Samples):
     """Its transform draws from a generator of its own, and counts its calls in an array, in place."""
 
