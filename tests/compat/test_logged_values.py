@@ -215,6 +215,35 @@ def test_what_some_micro_batches_log_and_what_cannot_be_merged() -> None:
     assert found == [(second[0], last[1], last[2]) for _, second, last in windows]
 
 
+class LoggedFirst(Some):
+    """Logs a value, over ranks, in the first micro-batch of each window; it is validated after every second window."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = mse_loss(self.net(batch[0]), batch[1])
+        if batch_idx % 2 == 0:
+            self.log("first", batch[2].double().mean(), on_step=True, on_epoch=False, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Only the end of its batch matters."""
+
+
+def validated_on_rank() -> Rows:
+    """Train on two ranks in windows of two micro-batches of two samples each, in four windows."""
+    logger, data = KeepRows(), DataLoader(Samples(32), 4)
+    settings = {"max_epochs": 1, "val_check_interval": 2, "logger": logger, "log_every_n_steps": 1, **ddp()}
+    trainer = quiet_trainer(AutoAccumulate(micro_batch_size=2, verify=False), **settings)
+    trainer.fit(LoggedFirst(), data, DataLoader(Samples(2), 1))
+    return [row for row in logger.rows if "first" in row[1]]
+
+
+@pytest.mark.distributed
+def test_validation_does_not_exchange_the_values_of_the_window_before_it(tmp_path: Path) -> None:
+    """That a window's last micro-batch has not logged them is no reason to exchange them again."""
+    rows, _ = on_ranks(validated_on_rank, tmp_path)
+    assert len(rows) == 4
+
+
 def on_rank(micro_batch: int, mode: str, fails: int) -> Any:
     """Train on two ranks, in six windows of 7 + 6 samples if the loader cuts, and of 7 + 7 in the step."""
     module = Logging(sync_dist=True, fails=fails if os.environ["RANK"] == "1" else 0)
