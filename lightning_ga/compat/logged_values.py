@@ -142,7 +142,7 @@ class StepValues:
 
     def _end_batch(self) -> None:
         """At a window's end, show values that its last micro-batch has not logged, before Lightning reads all."""
-        if self._trainer.training and self._place.window_is_over:  # batches of validation end here, too
+        if self._place.window_is_over and self._trainer.training:  # validation ends batches, too
             for key, logged in self._values.items():
                 if self._place.ready not in logged:
                     self._show(key)

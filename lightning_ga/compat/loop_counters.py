@@ -124,6 +124,7 @@ class LoopPlace(LoopReader):
         """Set the number of micro-batches of an epoch that the loop begins."""
         self._fit_loop._combined_loader.limits = [length]
         self._fit_loop.max_batches = length
+        self._fit_loop._data_fetcher.length = length  # of the iterator that it may have already
 
     def relocate(self, factor: int, *, at: int, end: int | None) -> None:
         """Let the loop continue ``at`` a micro-batch, as windows of another factor count; the epoch ends after ``end``.
@@ -161,10 +162,10 @@ class LoopPlace(LoopReader):
         # The count of ready batches has the running one: it ends a window if the next begins one.
         return patching.shadowed(self._loop, "_accumulated_batches_reached", lambda: self.begins_window)
 
-    def begin_at(self, window: int, *, continues_epoch: bool) -> None:
-        """Let a restored loop begin with a window, in this run's micro-batches.
+    def begin_at(self, at: int, *, continues_epoch: bool) -> None:
+        """Let a restored loop begin after so many of this run's micro-batches, at the start of a window.
 
-        It is a window of the loop's epoch if the run ``continues_epoch``, else of the next.
+        They are those of the loop's epoch if the run ``continues_epoch``, else of the next.
         """
         loop = self._loop
         batch_end_is_due = loop.restarted_on_train_batch_end  # before ``_set``: Lightning 2.5 reads it off the counts
@@ -172,16 +173,18 @@ class LoopPlace(LoopReader):
             self._begin_next_epoch()
         loop.batch_progress.is_last_batch = continues_epoch and loop.batch_progress.is_last_batch
         # In the next epoch totals keep the epoch that is over, whose counts the loop still has.
-        self._set(window * self.factor, batch_end_is_due=batch_end_is_due, total=continues_epoch)
+        self._set(at, batch_end_is_due=batch_end_is_due, total=continues_epoch)
         self._align_logger_steps()
 
     def begin_epoch_after_last_batch(self) -> None:
         """Let a loop restored after its epoch's last batch count from zero, also from a stock checkpoint.
 
-        Lightning does so itself if the count of the checkpoint is the number of batches that the loop has now.
+        Lightning does so itself if the count of the checkpoint is the number of batches that the loop has now. It ends
+        the epoch itself if the checkpoint was written before that, as by the validation after the last batch.
         """
         progress = self._loop.batch_progress
-        if self.restarts and progress.is_last_batch and progress.current.ready != self._fit_loop.max_batches:
+        is_over = self.restarts and progress.is_last_batch and not self.loop_batches_done
+        if is_over and progress.current.ready != self._fit_loop.max_batches:
             self.begin_at(0, continues_epoch=False)
 
     def iterate_again(self) -> None:

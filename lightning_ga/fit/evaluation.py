@@ -122,9 +122,8 @@ class _LoaderPieces:
             self._pass_size = size
             with pieces.piece(samples=size * self.samples_of_unit, share=float(size), units=size):
                 pieces.add(step(piece))
-            others = exchanged()
-            if in_pieces and others is not None:  # other ranks run one collective a batch, this one would run more
-                raise messages.out_of_memory(self._trainer, self._stage, messages.OTHERS_WAIT, others)
+            if in_pieces and exchanged():  # other ranks run one collective a batch, this one would run more
+                raise messages.out_of_memory(self._trainer, self._stage, messages.OTHERS_WAIT, messages.EXCHANGES)
         self._pass_size = sizes[0]  # an error in merging, which needs all outputs, counts as one of the largest piece
         return pieces.finish()
 

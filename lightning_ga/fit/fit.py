@@ -28,6 +28,7 @@ from lightning_ga.fit.rerun_windows import Rewinder
 from lightning_ga.fit.shares import Shares
 from lightning_ga.fit.training_data import TrainingData
 from lightning_ga.fit.verdict import Verdict
+from lightning_ga.loading.step_source import StepSource
 from lightning_ga.memory.device import enforced_budget, is_emulated, total_memory
 from lightning_ga.memory.oom import is_out_of_memory
 from lightning_ga.plan.accumulation import AccumulationPlan, require_effective_batch, require_few_micro_batches
@@ -145,6 +146,8 @@ class Fit:
                 require_effective_batch(effective, world_size)
                 require_few_micro_batches(effective, parts.limit.of_first_passes, world_size)
                 largest = max(largest, effective)
+                if isinstance(planner.source, StepSource) and parts.request.by_window is None:
+                    planner.source.factor_for(effective)  # a window is whole batches
         total = planner.samples_of_epoch(parts.place.epoch)
         if total is not None and largest > total:
             rank_zero_warn(
@@ -156,11 +159,10 @@ class Fit:
         """Scale and log the rates of a window by its effective batch."""
         plan = self.plan
         assert plan is not None, "windows begin once the data are set up"
-        place = self.parts.place
-        if place.skips_backward:
+        if self.parts.place.skips_backward:
             return
         planner = self.data.windows.planner
-        of_epoch = planner.samples_of_epoch(place.epoch)
+        of_epoch = planner.samples_of_epoch(self.parts.place.epoch)
         effective = plan.effective_batch_size
         if of_epoch is not None:  # a window ends with its epoch
             effective = min(effective, of_epoch)
@@ -240,6 +242,7 @@ class Fit:
             self.parts.limit.after_errors,
             self._reporter.events,
             self.data.windows.kept_order() if self.data.is_set_up else None,
+            self.data.is_set_up and self.data.windows.in_step,
         )
 
     def restore(self, state: RunState) -> None:

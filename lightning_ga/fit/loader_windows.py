@@ -222,7 +222,7 @@ class LoaderWindows(CutWindows):
         """Let the loop begin its first epoch, at the window that comes next."""
         if self._place.restarts:
             self._parts.undo_at_end.enter_context(positions_are_kept())
-            self._place.begin_at(self._source.epoch_plan.done, continues_epoch=continues_epoch)
+            self._place.begin_at(self._source.epoch_plan.done * self._place.factor, continues_epoch=continues_epoch)
         self._reads = True
         self._first = None
         if self._iterates_for != self._iterator_inputs():

@@ -49,6 +49,8 @@ class StepWindows(CutWindows):
         yield
         if self._source.loader is not loader:
             loaders.show_loaders(self._parts.trainer, loader)
+        if self._source.batch_size is not None or not self._parts.request.counts_samples:
+            self._place.set_factor(self.planner.plan_next_window())  # schedules may be made for so many steps
 
     def adopt_position(self) -> bool:
         """Adopt the loop's position; return whether the run continues the epoch of its position.
@@ -121,6 +123,9 @@ class StepWindows(CutWindows):
         """Let the loop begin with the batch that comes next, which its own counts name."""
         self._reads = True
         place = self._place
+        restored = self._parts.progress.restored
+        if place.restarts and restored is not None and not restored.in_step:  # its loop has counted micro-batches
+            place.begin_at(self._parts.progress.position.batches_done, continues_epoch=continues_epoch)
         place.begin_epoch_after_last_batch()
         # Windows that grow end at any count: without this, the loop would not find that one begins here.
         resumes_within_epoch = place.restarts and place.ready != place.loop_batches_of_epoch
@@ -164,7 +169,8 @@ class StepWindows(CutWindows):
 
     def keep(self, batch: Any) -> None:
         """Keep a batch as the loader made it, because steps change containers."""
-        self.batches.append(KeptBatch(batch))
+        if not self._place.skips_backward:  # then no window runs again, and this one is the whole epoch
+            self.batches.append(KeptBatch(batch))
 
     @property
     def largest_pass(self) -> int:

@@ -19,12 +19,13 @@ class WindowBatchSampler(Sampler[list[Any]]):
     Until an epoch is arranged it yields nothing, so that data workers fetch nothing in vain.
     """
 
+    plan: EpochPlan  # of the epoch that was arranged last
+
     def __init__(self, order: Order, *, rank: int) -> None:
         self.order = order
         self.rank = rank
         self.epoch = 0
         self.start = 0
-        self.plan: EpochPlan | None = None
         self.enabled = False
         self.length: int | None = None  # of an epoch in batches of the recipe, while data are set up
 
@@ -47,16 +48,17 @@ class WindowBatchSampler(Sampler[list[Any]]):
     def __len__(self) -> int:
         if self.length is not None:
             return self.length
-        return self.plan.length if self.plan else 0
+        return self.plan.length
 
     def __iter__(self) -> Iterator[list[Any]]:
         return map(itemgetter(2), self.planned())
 
     def planned(self) -> Iterator[Planned]:
-        """Return the micro-batches of an iteration that begins now."""
-        return self._micro_batches(self.plan) if self.enabled and self.plan else iter(())
+        """Return the micro-batches of an iteration that begins now, by the plan of when the first is asked for."""
+        return self._micro_batches() if self.enabled else iter(())
 
-    def _micro_batches(self, plan: EpochPlan) -> Iterator[Planned]:
+    def _micro_batches(self) -> Iterator[Planned]:
+        plan = self.plan
         drawn = self.order.begin(self.epoch)
         for index in range(self.start, plan.count):
             window = plan.window(index, self.rank)

@@ -101,7 +101,6 @@ class LoaderSource:
     @property
     def epoch_plan(self) -> EpochPlan:
         """The cut of the arranged epoch."""
-        assert self._sampler.plan is not None, "the data are read before an epoch was arranged"
         return self._sampler.plan
 
     def window(self, index: int) -> Window:

@@ -66,6 +66,7 @@ class RunState:
     limit: int | None = None  # most samples of a pass since memory ran out
     oom_events: int = 0  # out-of-memory errors that were survived
     order: str | None = None  # of the epoch's samples, if its sampler would not give it again (``loading/orders.py``)
+    in_step: bool = False  # whether the step has cut batches: else the loop has counted micro-batches
 
     def to_dict(self) -> dict[str, Any]:
         """Return numbers, strings, lists and dictionaries only."""
@@ -85,6 +86,7 @@ class RunState:
                 limit=state.get("limit"),
                 oom_events=state.get("oom_events", 0),
                 order=state.get("order"),
+                in_step=state.get("in_step", False),
             )
         except (AttributeError, KeyError, TypeError) as error:
             raise UserError(f"The checkpoint's state of AutoAccumulate cannot be read: {error!r}.") from error

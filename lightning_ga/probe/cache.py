@@ -23,6 +23,7 @@ import torch
 from lightning_ga.batch.layout import leaves
 from lightning_ga.batch.pytree import tensors_in
 from lightning_ga.memory.device import total_memory
+from lightning_ga.memory.oom import attempt
 from lightning_ga.plan.config import Options
 from lightning_ga.plan.records import ProbeResult, read_probe
 from lightning_ga.snapshot.copies import sparse_parameters
@@ -112,7 +113,10 @@ def describe_step(trainer: Any, batch_and_whole: Any, options: Options, rank_sam
         "hardware": hardware(trainer, options.budget),
         "memory": total_memory(trainer.strategy.root_device),
         "allocator": [os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")],
-        "numerics": [torch.get_float32_matmul_precision(), str(torch.backends.cudnn.benchmark)],
+        "numerics": [
+            attempt(torch.get_float32_matmul_precision, lambda _: True).result,  # refused if parts have their own
+            str(torch.backends.cudnn.benchmark),
+        ],
         "objective": [objective, windows, options.on_oom],
         "chunks": [str(options.whole), rank_samples] if options.whole else None,
         "checkpoint": str(options.checkpoint),

@@ -180,6 +180,12 @@ class Changing(Samples):
         return super().__getitem__(index)
 
 
+def begun_at(epoch: int, data: Changing) -> Changing:
+    """Data that have the length of another epoch when they are set up."""
+    data.epoch = epoch
+    return data
+
+
 class ChangesLoader(pl.Callback):
     """Lets the user's loader double its inputs, once training has begun, if it is ours that trains."""
 
@@ -504,6 +510,9 @@ RECIPES: dict[str, Row] = {
     "shorter_in_later_epochs_of_windows": recipe(accumulate=2, data=lambda: loader(Changing(16, 8), 4)),
     "shorter_as_an_epoch_begins": recipe(
         module=partial(Late, lambda_lr), data=lambda: loader(Changing(20, 12, 16), 4), max_epochs=3
+    ),
+    "longer_as_the_first_epoch_begins": recipe(
+        module=partial(Late, lambda_lr), data=lambda: loader(begun_at(1, Changing(30, 18)), 4)
     ),
     "longer_in_later_epochs": recipe(data=lambda: loader(Changing(12, 20), 4)),
     "longer_in_later_epochs_of_windows": recipe(accumulate=2, data=lambda: loader(Changing(16, 24), 4)),

@@ -206,3 +206,29 @@ def test_a_fit_after_one_without_the_callback_reads_its_counts() -> None:
     in_pairs = [[start, start + 1] for start in range(0, SIZE, 2)]
     in_fours = [[*range(start, start + 4)] for start in range(0, SIZE, 4)]
     assert worst_error(module.gradients, plain_loop(Samples(SIZE), in_pairs + in_fours)) <= 1e-12
+
+
+class Sized(Samples):
+    """Has as many samples as is said."""
+
+    length = 40
+
+    def __len__(self) -> int:
+        return self.length
+
+
+@pytest.mark.parametrize(("before", "length", "windows"), [(20, 15, [4, 4, 4, 3]), (18, 30, [4] * 5)])
+@pytest.mark.loader_only(reason="in the step batches are stock Lightning's")
+def test_the_first_epoch_has_the_samples_that_are_there_as_it_begins(
+    before: int, length: int, windows: list[int]
+) -> None:
+    """Also if a hook changes the data after they were set up: none of a window's micro-batches is missing."""
+
+    class Grows(Regression):
+        def on_train_epoch_start(self) -> None:
+            self.trainer.train_dataloader.dataset.length = length
+
+    data = Sized(40)
+    data.length = before
+    module, _ = fit(DataLoader(data, 4), AutoAccumulate(micro_batch_size=3, verify=False), module=Grows(), max_epochs=1)
+    assert [len(window) for window in module.windows] == windows

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from reference import Regression, Samples, SaveAll, StreamOf, Validated, cut, fit, plain_loop, worst_error
+from reference import Regression, Samples, SaveAll, StreamOf, Validated, cut, fit, loader, plain_loop, worst_error
 from torch.utils.data import DataLoader, Sampler
 
 from lightning_ga import AutoAccumulate
@@ -116,6 +116,74 @@ def test_a_stock_run_is_continued_at_its_place(hook: str, tmp_path: Path) -> Non
         assert trainer.global_step == 9
         assert [window for window in module.windows if window] == windows[step:], path
         assert not windows[step:] or worst_error(module.gradients, oracle[step:]) <= 1e-12
+
+
+@pytest.mark.parametrize("factor", [1, 2])
+def test_an_epoch_of_unknown_length_that_was_validated_is_not_trained_again(factor: int, tmp_path: Path) -> None:
+    """A checkpoint of the validation after its last batch is continued with the next epoch."""
+    saver, loader = Saver(tmp_path, "on_validation_end"), DataLoader(StreamOf(Samples(24 * factor)), batch_size=8)
+    settings: dict[str, Any] = {"accumulate_grad_batches": factor, "max_epochs": 2}
+    whole, _ = fit(loader, AutoAccumulate(verify=False), saver, module=Validated(), **settings)
+    module, trainer = fit(
+        loader, AutoAccumulate(verify=False), module=Validated(), ckpt_path=saver.saved[0][0], **settings
+    )
+    assert (trainer.global_step, module.steps_at_validation) == (6, [6])
+    assert worst_error(module.gradients, whole.gradients[3:]) <= 1e-12
+
+
+@pytest.mark.filterwarnings("ignore:You.re resuming from a checkpoint that ended before the epoch ended")
+@pytest.mark.parametrize("micro_batch", [2, 16])
+@pytest.mark.parametrize("step", [2, 3, 4])
+def test_a_run_cut_in_the_loader_goes_on_cut_in_the_step(step: int, micro_batch: int, tmp_path: Path) -> None:
+    """Its loop has counted micro-batches, and goes on by batches: four of two in each epoch."""
+    saver, settings = SaveAll(tmp_path), {"accumulate_grad_batches": 2, "max_epochs": 2}
+    cuts = {"micro_batch_size": micro_batch, "verify": False}
+    fit(loader(64, 8), AutoAccumulate(**cuts), saver, **settings)
+    path = tmp_path / f"step{step}.ckpt"
+    module, trainer = fit(
+        loader(64, 8), AutoAccumulate(**{**cuts, "micro_batching": "step"}), ckpt_path=path, **settings
+    )
+    assert (trainer.global_step, trainer.current_epoch) == (8, 2)
+    assert [len(window) for window in module.windows[step:]] == [16] * (8 - step)
+
+
+class InAWindow(Regression):
+    """A rate that is halved at every tenth batch; memory runs out in one call of the step."""
+
+    def __init__(self, fails: int = 0) -> None:
+        super().__init__()
+        self.fails, self.calls = fails, 0
+        self.rates: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == self.fails:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().training_step(batch, batch_idx)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.rates.append(optimizer.param_groups[0]["lr"])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.net.parameters(), lr=0.01)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        return [optimizer], [{"scheduler": schedule, "interval": "step", "frequency": 10}]
+
+
+@pytest.mark.filterwarnings("ignore:You.re resuming from a checkpoint that ended before the epoch ended")
+def test_a_run_that_goes_on_within_a_window_has_its_rate_and_its_clock(tmp_path: Path) -> None:
+    """Where the step cuts, a checkpoint of a window's second batch goes on with its third."""
+
+    def train(module: InAWindow, *callbacks: pl.Callback, **settings: Any) -> list[float]:
+        ours = AutoAccumulate(32, micro_batching="step", micro_batch_size=8, scale_lr="linear", verify=False)
+        return fit(loader(192, 8), ours, *callbacks, module=module, **settings)[0].rates
+
+    saver = Saver(tmp_path, "on_train_batch_end")
+    whole = train(InAWindow(), saver)
+    path, step = saver.saved[21]
+    assert train(InAWindow(), ckpt_path=path) == whole[step:]
+    with pytest.raises(torch.OutOfMemoryError):  # the window's first two batches are gone
+        train(InAWindow(fails=2), ckpt_path=path)
 
 
 def test_an_epoch_of_unknown_length_begins_with_a_whole_window(tmp_path: Path) -> None:

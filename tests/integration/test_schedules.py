@@ -10,11 +10,11 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback, LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.logger import DummyLogger
-from reference import Regression, Samples, SaveAll, Validated, fit, worst_error
+from reference import Regression, Samples, SaveAll, Validated, fit, loader, worst_error
 from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
 from torch.utils.data import DataLoader
 
-from lightning_ga import AutoAccumulate
+from lightning_ga import AutoAccumulate, UserError
 from lightning_ga.schedule import by_samples, by_step, linear
 
 SIZE, RECIPE, EPOCHS = 40, 4, 3
@@ -105,6 +105,14 @@ def test_another_schedule_after_a_resume_holds_from_the_step_on(tmp_path: Path) 
     later = scheduled(by_step({0: 16, 6: 6, 8: 10}), 3, micro_batching="loader")
     module, _ = fit_epochs(in_order(), later, ckpt_path=tmp_path / "step5.ckpt", max_epochs=1)
     assert module.windows[5:] == [list(range(20, 36)), list(range(36, 42)), list(range(42, 48))]
+
+
+def test_a_batch_that_cannot_be_cut_in_a_later_epoch_is_refused_at_once() -> None:
+    """Where the step cuts, a window is whole batches of the loader."""
+    module = Regression()
+    with pytest.raises(UserError, match="effective_batch_size=20 is no whole number of batches"):
+        fit(loader(48, 8), AutoAccumulate({0: 16, 3: 20}, micro_batching="step"), module=module, max_epochs=5)
+    assert not module.gradients
 
 
 # --- learning rates ------------------------------------------------------------------------------

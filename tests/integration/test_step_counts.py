@@ -71,6 +71,21 @@ def test_epochs_after_the_last_change_are_counted_together(micro_batching: Any) 
     assert module.steps == trainer.global_step == callback.optimizer_steps() == 6 + 3 * 3
 
 
+class Estimated(Regression):
+    """Asks Lightning for the number of steps where schedules are made."""
+
+    def configure_optimizers(self) -> Any:
+        self.steps = self.trainer.estimated_stepping_batches
+        return super().configure_optimizers()
+
+
+@pytest.mark.parametrize("asked", [{"effective_batch_size": 16}, {"accumulate": 4}])
+def test_lightning_counts_the_steps_of_windows_of_one_size(asked: dict[str, Any], micro_batching: Any) -> None:
+    callback = AutoAccumulate(**asked, micro_batch_size=4, micro_batching=micro_batching, verify=False)
+    module, trainer = fit(loader(72, 4), callback, module=Estimated(), max_epochs=2)
+    assert module.steps == trainer.global_step == 10
+
+
 class Paired(Regression):
     """Trains on two loaders at a time, and keeps the samples of each pass over the larger one."""
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from faults import Arm, Faults
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from reference import Regression, Samples, fit, worst_error
 from torch.utils.data import DataLoader
 
@@ -241,6 +242,26 @@ class MovesInVain(Regression):
         if len(batch[0]) > 1 and self.trainer.global_step == 1:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
         return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+
+def test_batches_that_run_forward_alone_are_not_kept() -> None:
+    """The last epoch of stochastic weight averaging is one window, in which no error is survived."""
+    kept: list[tuple[int, int]] = []
+
+    class Averaged(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = torch.nn.BatchNorm1d(5).double()
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            kept.append((self.current_epoch, len(callback._running_fit.data.windows.batches)))
+            return super().training_step((self.norm(batch[0]), *batch[1:]), batch_idx)
+
+    callback = AutoAccumulate(micro_batching="step", verify=False)
+    averaging = StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)
+    fit(DataLoader(Samples(32), 4), callback, averaging, module=Averaged(), max_epochs=2)
+    assert {count for epoch, count in kept if epoch == 1} == {1}
+    assert {count for epoch, count in kept if epoch == 2} == {0}
 
 
 @pytest.mark.parametrize("micro_batch", [1, 8])

@@ -10,6 +10,7 @@ import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from io import BytesIO
+from operator import attrgetter
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
@@ -45,9 +46,13 @@ def passes_of(trainer: Any, *, plain: bool, begins: bool, in_step: bool = False)
         # No pass here steps; the module's start hooks, which run if training begins, may change optimizers.
         restore = stack.enter_context(isolated(trainer, begins=begins, steps=begins))
         stack.enter_context(compiled_run_eagerly())  # graphs that are compiled for a few samples are of no use
-        stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
-        torch.set_float32_matmul_precision("highest")
-        stack.enter_context(replaced(torch.backends.cudnn, allow_tf32=False))
+        try:
+            stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+            torch.set_float32_matmul_precision("highest")
+            stack.enter_context(replaced(torch.backends.cudnn, allow_tf32=False))
+        except RuntimeError:  # each has a precision of its own (torch 2.9), which these functions refuse to read
+            for name in ("cuda.matmul", "mkldnn.matmul", "cudnn.conv", "cudnn.rnn"):
+                stack.enter_context(replaced(attrgetter(name)(torch.backends), fp32_precision="ieee"))
         if plain and hasattr(trainer.precision_plugin, "autocast_context_manager"):  # it would hide differences
             stack.enter_context(shadowed(trainer.precision_plugin, "forward_context", nullcontext))
         stack.enter_context(without_dropout())

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import lightning.pytorch as pl
@@ -9,13 +10,15 @@ import pytest
 import torch
 import torchmetrics
 from lightning.pytorch.plugins import MixedPrecision
-from reference import quiet_trainer
+from reference import fit, loader, quiet_trainer
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
+from lightning_ga import AutoAccumulate
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.chunks import ChunkedModules
+from lightning_ga.compat.patching import replaced
 from lightning_ga.errors import UserError
 from lightning_ga.fit.exactness.measure import SAMPLES, measure
 from lightning_ga.loading.trial_batches import CutBatch
@@ -137,6 +140,18 @@ def test_every_precision_is_exact_up_to_its_rounding(
     assert verdict.cause == "exact"
     assert verdict.relative_error <= most
     assert "gave the gradient of the whole batch" in str(verdict)
+
+
+@pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="torch 2.9")
+@pytest.mark.parametrize(("name", "given"), [("mkldnn.matmul", "bf16"), ("cuda.matmul", "tf32"), ("cudnn.rnn", "ieee")])
+def test_a_part_of_a_backend_may_have_a_precision_of_its_own(name: str, given: str) -> None:
+    """Torch then refuses to read the precision of all; what was set is the same afterwards, and the probe runs, too."""
+    part = attrgetter(name)(torch.backends)
+    with replaced(part, fp32_precision=given):
+        callback = AutoAccumulate(16, max_micro_batch_size=4, memory_budget="100MiB")
+        fit(loader(32, 16), callback)
+        assert (callback.exactness.cause, part.fp32_precision) == ("exact", given)
+    assert callback.probe is not None
 
 
 def test_a_sum_is_told_under_autocast() -> None:
