@@ -77,8 +77,10 @@ class ChunkedModules:
 
     def __init__(self, trainer: Any, names: Sequence[str]) -> None:
         self.size = ChunkSize()
-        found = submodules(trainer.lightning_module, names, "whole=")
-        self.forwards = {name: Chunks(module, self.size, name=name, trainer=trainer) for name, module in found.items()}
+        self.forwards = {
+            name: Chunks(module, self.size, name=name, trainer=trainer)
+            for name, module in submodules(trainer.lightning_module, names, "whole=").items()
+        }
         self.names = tuple(self.forwards)
 
     @contextmanager

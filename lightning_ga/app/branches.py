@@ -6,7 +6,7 @@ Tested in tests/test_batch_size.py.
 from collections.abc import Callable, Sequence
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import OmegaConf
 
@@ -57,11 +57,9 @@ def branch_from(typed: Sequence[str], measure: Callable[..., Any], *, descriptio
         return build.make(cfg, "model"), data
 
     def make_callback(size: int) -> AutoAccumulate:
-        section = {**OF_BRANCH, "effective_batch_size": size}
-        of_branch: Any = OmegaConf.merge(cfg, {"accumulate": section})
+        of_branch: Any = OmegaConf.merge(cfg, {"accumulate": {**OF_BRANCH, "effective_batch_size": size}})
         build.use_full_names(of_branch.accumulate)
-        made: AutoAccumulate = build.make(of_branch, "accumulate")
-        return made
+        return cast(AutoAccumulate, build.make(of_branch, "accumulate"))
 
     with quiet_lightning(), interruptions_reported(lambda: KEPT):
         found = measure(make, path, folder=folder / "batch_size", make_callback=make_callback, **given)

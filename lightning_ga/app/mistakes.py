@@ -38,8 +38,7 @@ def explain(error: BaseException, overrides: Sequence[str] = (), groups: Groups 
     """One sentence for an error; it names the mistyped one of the ``overrides``, and options of ``groups``."""
     said = link_of(UserError, error) or link_of(OmegaConfBaseException, error) or error
     sentence = of_line(error, said, overrides, groups or {}) or of_library(error, said, overrides)
-    notes = [note for link in chain(error) for note in getattr(link, "__notes__", [])]
-    return " ".join([sentence, *notes])
+    return " ".join([sentence, *(note for link in chain(error) for note in getattr(link, "__notes__", []))])
 
 
 def of_library(error: BaseException, said: BaseException, overrides: Sequence[str]) -> str:

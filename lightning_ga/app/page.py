@@ -44,8 +44,10 @@ def comparison_page(runs: Sequence[RunFiles]) -> str:
 
 def beside_each_other(columns: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Rows of a name and its text in every column; a dash if a column lacks it."""
-    names = dict.fromkeys(chain.from_iterable(columns))
-    return [[name, *(str(column.get(name, "–")) for column in columns)] for name in names]
+    return [
+        [name, *(str(column.get(name, "–")) for column in columns)]
+        for name in dict.fromkeys(chain.from_iterable(columns))
+    ]
 
 
 def differing(columns: Sequence[Mapping[str, Any]]) -> list[list[str]]:

@@ -60,8 +60,11 @@ def rows(records: Records) -> dict[str, str]:
 
 def probe_rows(probe: ProbeResult, *, is_whole: bool) -> dict[str, str]:
     """What the probe found, and how; only its peak if a window is one micro-batch in less than half of the memory."""
-    peak = format_bytes(probe.peak_bytes)
-    texts = {"memory": f"peak {peak} at the limit, of a budget of {format_bytes(probe.budget_bytes)}"}
+    texts = {
+        "memory": (
+            f"peak {format_bytes(probe.peak_bytes)} at the limit, of a budget of {format_bytes(probe.budget_bytes)}"
+        )
+    }
     if not is_whole or 2 * probe.peak_bytes > probe.budget_bytes:
         texts["limit"] = f"{counted(probe.limit, 'sample')} per micro-batch"
         texts["probe"] = f"from the {probe.source}"

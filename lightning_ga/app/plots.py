@@ -95,8 +95,7 @@ def curves_figure(
 def set_style(line: Line2D, name: str, points: int) -> None:
     """Give a curve the colour, line, marks and label of its stage."""
     words, color, dashes, mark = STYLES[next(stage for stage in STYLES if re.match(stage, name))]
-    every = 1 + points // MOST_MARKS
-    line.set(color=color, linestyle=dashes, marker=mark, markevery=every, label=words + brief(name))
+    line.set(color=color, linestyle=dashes, marker=mark, markevery=1 + points // MOST_MARKS, label=words + brief(name))
 
 
 def confusion_figure(counts: Sequence[Sequence[int]], names: Sequence[str]) -> Figure:

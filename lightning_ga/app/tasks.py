@@ -281,8 +281,10 @@ def class_report(confusion: Sequence[Sequence[int]], names: Sequence[str] = ()) 
     settings: dict[str, Any] = {"labels": range(len(counts)), "digits": 4, "zero_division": 0}
     if len(names) == len(counts):
         settings["target_names"] = names
-    text = classification_report(targets, predictions, **settings)
-    return text, classification_report(targets, predictions, **settings, output_dict=True)
+    return (
+        classification_report(targets, predictions, **settings),
+        classification_report(targets, predictions, **settings, output_dict=True),
+    )
 
 
 def save_predictions(path: Path, batches: Sequence[Any]) -> None:

@@ -173,8 +173,11 @@ def contents_of(node: Any) -> dict[str, Any]:
     """Return the attributes of an object, of a class of the user's own, that are tensors, arrays, mappings or lists."""
     if isinstance(node, (torch.Tensor, torch.nn.Module)) or open_container(node) is not None or is_constant(node):
         return {}
-    own = getattr(node, "__dict__", {})
-    return {name: value for name, value in own.items() if isinstance(value, _CONTENTS) or is_array(value)}
+    return {
+        name: value
+        for name, value in getattr(node, "__dict__", {}).items()
+        if isinstance(value, _CONTENTS) or is_array(value)
+    }
 
 
 def walk(

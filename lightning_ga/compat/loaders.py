@@ -107,8 +107,9 @@ class BatchTransfer:
         """Run the hooks of a transfer and the transfer."""
         batch = self.trainer.precision_plugin.convert_input(batch)
         batch = self.trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=self.loader_index)
-        call = patching.sibling(self.trainer, "trainer.call")
-        return call._call_strategy_hook(self.trainer, "batch_to_device", batch, dataloader_idx=self.loader_index)
+        return patching.sibling(self.trainer, "trainer.call")._call_strategy_hook(
+            self.trainer, "batch_to_device", batch, dataloader_idx=self.loader_index
+        )
 
     def for_trial(self, batch: Any) -> Any:
         """Move a batch that training does not get; what the hooks have changed is put back."""

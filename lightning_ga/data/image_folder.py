@@ -70,8 +70,9 @@ class ImageFolder(ImageData):
         pictures = make_dataset(folder, self.class_numbers, IMG_EXTENSIONS, allow_empty=part != "train")
         if self.check_pictures or self.skip_broken:
             pictures = self._readable(pictures)
-        paths = [path for path, _ in pictures]
-        return Labelled(np.array(paths, dtype=object), torch.tensor([number for _, number in pictures]))
+        return Labelled(
+            np.array([path for path, _ in pictures], dtype=object), torch.tensor([number for _, number in pictures])
+        )
 
     def _readable(self, pictures: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
         with ThreadPoolExecutor(os.cpu_count()) as pool:

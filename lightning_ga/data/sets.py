@@ -153,8 +153,7 @@ class Synthetic(ImageData):
         patterns = torch.randint(256, shape, generator=generator, dtype=torch.uint8)
         held_out = max(1, self.samples // 4)
         train = self._draw(self.samples, patterns, generator)
-        val = self._draw(held_out, patterns, generator)
-        return Splits(train, val, self._draw(held_out, patterns, generator))
+        return Splits(train, self._draw(held_out, patterns, generator), self._draw(held_out, patterns, generator))
 
     def _draw(self, count: int, patterns: torch.Tensor, generator: torch.Generator) -> Labelled:
         labels = torch.arange(count) % len(patterns)
@@ -224,6 +223,7 @@ class TextDataset(Dataset[Text]):
 
 def pad(texts: Sequence[Mapping[str, Tensor]]) -> Text:
     """Return a batch as long as its longest text."""
-    tokens = pad_sequence([text["tokens"] for text in texts], batch_first=True, padding_value=END)
-    labels = pad_sequence([text["labels"] for text in texts], batch_first=True, padding_value=IGNORED)
-    return {"tokens": tokens, "labels": labels}
+    return {
+        "tokens": pad_sequence([text["tokens"] for text in texts], batch_first=True, padding_value=END),
+        "labels": pad_sequence([text["labels"] for text in texts], batch_first=True, padding_value=IGNORED),
+    }

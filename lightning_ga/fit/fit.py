@@ -62,8 +62,14 @@ class Fit:
         shares = Shares(trainer, options)
         progress = DataProgress(trainer, place, earlier)
         gradients = Gradients(trainer, options)
-        values = StepValues(trainer, place, lambda: gradients.counted, shares.waiting)
-        self.parts = FitParts(request, limit, shares, progress, gradients, values)
+        self.parts = FitParts(
+            request,
+            limit,
+            shares,
+            progress,
+            gradients,
+            StepValues(trainer, place, lambda: gradients.counted, shares.waiting),
+        )
         self.data = TrainingData(self.parts, options)
         self.search = LimitSearch(self.parts, options, self.data, lambda: self._rewinder.tensors_kept())
         self.verdict = Verdict(self.parts, options, self.data)
@@ -93,10 +99,10 @@ class Fit:
         parts.undo_at_end.callback(self.search.recomputed.use, ())
         parts.shares.check()
         exchange = exchange_of(self.trainer, parts.shares.note_sending)
-        left_out = LeftOut(parts, self._options, self.data)
-        remedies = Remedies(parts, self._options, self.search, left_out, windows)
-        repeats = self._options.on_oom != "raise"
-        self._rewinder = Rewinder(parts, windows, remedies, self._reporter, exchange, repeats=repeats)
+        remedies = Remedies(parts, self._options, self.search, LeftOut(parts, self._options, self.data), windows)
+        self._rewinder = Rewinder(
+            parts, windows, remedies, self._reporter, exchange, repeats=self._options.on_oom != "raise"
+        )
         with older_objects_frozen():  # one full collection may take longer than a step
             self.search.begin()
             parts.shares.follow_limits(parts.limit.samples)
@@ -300,8 +306,7 @@ def _found_by(probe: ProbeResult) -> str:
     """Return in words what the limit is, and how it was found."""
     of_longest = "" if probe.sizes is None else " of the longest"
     how = probe.method if probe.source == "probe" else probe.source
-    budget = format_bytes(probe.budget_bytes)
     return (
-        f"limit {probe.limit}{of_longest} within {budget}, found by {how} in {probe.steps} steps and "
-        f"{probe.seconds:.1f} s"
+        f"limit {probe.limit}{of_longest} within {format_bytes(probe.budget_bytes)}, found by {how} in {probe.steps} "
+        f"steps and {probe.seconds:.1f} s"
     )

@@ -182,8 +182,9 @@ class LimitSearch:
             return planner.useful_limit(place.epochs)
         of_epoch = planner.useful_limit(place.epochs[:1])
         position = self._parts.progress.position_in(place.epoch)
-        steps = position.steps_before + position.windows_done
-        asked = self._parts.request.count_at(place.epoch, step=steps, samples=position.samples_seen)
+        asked = self._parts.request.count_at(
+            place.epoch, step=position.steps_before + position.windows_done, samples=position.samples_seen
+        )
         if asked is None:
             return of_epoch
         return min(of_epoch, ceil_div(asked, planner.recipe.world_size))

@@ -97,8 +97,7 @@ class LoaderPlanner:
         To ask a sampler for the length of each epoch would take long.
         """
         as_long_as = self.inputs.epoch
-        schedule = self._schedule_of(epoch, as_long_as, steps=steps, samples=samples)
-        return self.source.steps_of(as_long_as, schedule)
+        return self.source.steps_of(as_long_as, self._schedule_of(epoch, as_long_as, steps=steps, samples=samples))
 
     def _schedule_of(self, epoch: int, as_long_as: int, *, steps: int, samples: int) -> PiecewiseSchedule:
         """Return the effective batches of an epoch that begins after so many steps and samples."""
@@ -112,8 +111,9 @@ class LoaderPlanner:
         """Plan an epoch; unless it is ``enabled``, the loader yields nothing, and another plan follows."""
         position = self._parts.progress.position_in(epoch)
         schedule = self._schedule_of(epoch, epoch, steps=position.steps_before, samples=position.samples_before)
-        recipe_epoch = self.source.epoch(epoch)
-        self.inputs = EpochInputs(epoch, recipe_epoch, schedule, position.samples_done, position.windows_done)
+        self.inputs = EpochInputs(
+            epoch, self.source.epoch(epoch), schedule, position.samples_done, position.windows_done
+        )
         self.cut(enabled=enabled)
         if not schedule.is_constant:
             self.plan_window(position.windows_done, position.samples_done)

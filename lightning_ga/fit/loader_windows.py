@@ -135,8 +135,14 @@ class LoaderWindows(CutWindows):
         """Return what the loop's iterator depends on."""
         inputs = self.planner.inputs
         plan = self._source.epoch_plan
-        batches = self._place.loop_batches_of_epoch
-        return inputs.epoch, inputs.schedule.largest, plan.done, plan.micro_batch, batches, *plan.ratio
+        return (
+            inputs.epoch,
+            inputs.schedule.largest,
+            plan.done,
+            plan.micro_batch,
+            self._place.loop_batches_of_epoch,
+            *plan.ratio,
+        )
 
     @property
     def has_several_passes(self) -> bool:

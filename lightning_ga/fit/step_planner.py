@@ -49,8 +49,9 @@ class StepPlanner:
 
     def effective(self, epoch: int) -> int:
         """Return the largest effective batch of an epoch."""
-        asked = self._parts.request.effective_batch(epoch, self.batch_size, self.source.world_size)
-        return asked or self.recipe.effective
+        return (
+            self._parts.request.effective_batch(epoch, self.batch_size, self.source.world_size) or self.recipe.effective
+        )
 
     def samples_of_epoch(self, epoch: int) -> int | None:
         """Return the samples of any epoch, over all ranks; ``None`` if that is not known."""
