@@ -6,7 +6,7 @@ Tested in tests/test_batch_size.py.
 from collections.abc import Callable, Sequence
 from inspect import signature
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -14,7 +14,6 @@ from lightning_ga.app import build
 from lightning_ga.app.progress_lines import quiet_lightning
 from lightning_ga.app.run_files import CONFIG, PLAN, read_json
 from lightning_ga.app.terminal import interruptions_reported
-from lightning_ga.callback import AutoAccumulate
 from lightning_ga.errors import UserError
 from lightning_ga.plan.accumulation import require_count
 
@@ -56,10 +55,10 @@ def branch_from(typed: Sequence[str], measure: Callable[..., Any], *, descriptio
         build.follow_classes(cfg, data)
         return build.make(cfg, "model"), data
 
-    def make_callback(size: int) -> AutoAccumulate:
+    def make_callback(size: int) -> Any:
         of_branch: Any = OmegaConf.merge(cfg, {"accumulate": {**OF_BRANCH, "effective_batch_size": size}})
         build.use_full_names(of_branch.accumulate)
-        return cast(AutoAccumulate, build.make(of_branch, "accumulate"))
+        return build.make(of_branch, "accumulate")
 
     with quiet_lightning(), interruptions_reported(lambda: KEPT):
         found = measure(make, path, folder=folder / "batch_size", make_callback=make_callback, **given)
