@@ -67,8 +67,7 @@ def answer_to(text: str) -> str:
 
 def of_values(text: str, overrides: Sequence[str]) -> str:
     """The message of a library, after the typed values that it names."""
-    of_keys = [word for word in overrides if "." in word.partition("=")[0]]
-    named = [word.lstrip("+") for word in of_keys if is_named(word, text)]
+    named = [word.lstrip("+") for word in overrides if "." in word.partition("=")[0] and is_named(word, text)]
     return f"{', '.join(named)}: {text}" if named else text
 
 

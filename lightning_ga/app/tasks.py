@@ -164,8 +164,9 @@ def fit(run: BuiltRun, checkpoint: Path | None) -> Metrics:
 
 def best_of(run: BuiltRun) -> ModelCheckpoint | None:
     """The callback that has kept the best checkpoint: by the optimized metric, else by another of the user's own."""
-    callbacks = [each for each in run.trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
-    kept = [each for each in callbacks if each.best_model_path]
+    kept = [
+        each for each in run.trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint) and each.best_model_path
+    ]
     return min(kept, key=lambda each: (each.monitor != run.metric.name, each.monitor is None), default=None)
 
 

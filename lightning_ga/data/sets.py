@@ -188,8 +188,9 @@ class Definitions(Loaded):
         """Read timm's definitions once, and part them."""
         if self.splits:
             return
-        lines = (files("timm.data") / FILE).read_text(encoding="utf-8").splitlines()
-        texts = [line.partition("\t")[2] for line in lines]
+        texts = [
+            line.partition("\t")[2] for line in (files("timm.data") / FILE).read_text(encoding="utf-8").splitlines()
+        ]
         order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(self.split_seed)).tolist()
         val = int(self.val_fraction * len(texts))
         test = int(self.test_fraction * len(texts))

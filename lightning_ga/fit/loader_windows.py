@@ -56,8 +56,9 @@ class LoaderWindows(CutWindows):
             self._source.restore_order(progress.restored.order, position.epoch)
         # Before the limit is known, the loader yields nothing; nor if the loop would keep the iterator of this set-up.
         # Another iterator is made once the epoch is planned.
-        is_enabled = self._parts.limit.is_known and not self._keeps_iterator_of_set_up
-        self.planner.plan_epoch(self._place.epoch, enabled=is_enabled)
+        self.planner.plan_epoch(
+            self._place.epoch, enabled=self._parts.limit.is_known and not self._keeps_iterator_of_set_up
+        )
 
     @property
     def _keeps_iterator_of_set_up(self) -> bool:

@@ -69,8 +69,8 @@ class Rewinder:
                 self._allocator_retries = RepeatedRetries(trainer.strategy.root_device)
         self._members: list[Callable[[], None]] = []
         self._is_updating = False  # whether the window's passes are done: what follows is the optimizer's update
-        # Whether the running window has begun with its first batch; ``None`` until all members have begun it.
-        self._is_begun: bool | None = None
+        self._is_begun = False  # whether all members have begun the running window
+        self._is_whole = True  # whether it began with its first batch: a run may be resumed within a window
         self._collectives = 0
 
     def guarding(self, members: Sequence[Callable[[], None]]) -> AbstractContextManager[None]:
@@ -87,8 +87,7 @@ class Rewinder:
             kept_before = 0
             try:
                 self._parts.place.require_planned_factor()
-                # A run that was resumed within a window begins with what is left of it.
-                if self._parts.place.begins_window or self._is_begun is None:
+                if self._parts.place.begins_window or not self._is_begun:
                     self._begin_window()
                     if self._lower_after_retries():  # the next call counts no retries, so this happens once
                         continue  # the window begins again as it was planned anew
@@ -123,11 +122,12 @@ class Rewinder:
 
     def _begin_window(self) -> None:
         self._is_updating = False
-        self._is_begun = None
+        self._is_begun = False
+        self._is_whole = self._parts.place.begins_window
         self._parts.place.begin_window()
         for begin_window in self._members:
             begin_window()
-        self._is_begun = self._parts.place.begins_window
+        self._is_begun = True
         self._collectives = ranks.collectives_run()
 
     def _lower_after_retries(self) -> bool:
@@ -160,10 +160,10 @@ class Rewinder:
             messages.end_run_if(self._refusal, self._parts.trainer, "training", messages.OTHERS_WAIT, error)
         if self._savepoint is None or self._parts.place.skips_backward:
             raise error
-        if self._is_begun is None:  # a member has failed
+        if not self._is_begun:  # a member has failed
             return
-        if not self._is_begun:
-            raise error  # a resumed run has started within a window, of which nothing is kept
+        if not self._is_whole:
+            raise error  # nothing is kept of what came before the resume
         batch_was_kept = len(self._windows.batches) > kept_before
         can_be_had_again = batch_was_kept or not self._windows.in_step
         if can_be_had_again and not self._is_updating:

@@ -66,6 +66,7 @@ class TrainingData:
                 # Random numbers that the set-up draws were drawn then.
                 held.callback(RandomState(generators_in([windows.planner.source.loader.generator])).restore)
                 self._windows = None
+                self._parts.place.set_factor(self.recipe_factor)
                 loaders.forget_data(self._parts.trainer)
             with held, older_objects_frozen():
                 set_up()  # Lightning's set-up of the data calls ``read``, unless the loop keeps the data that it has
@@ -75,6 +76,8 @@ class TrainingData:
     def _read_loader(self, loader: Any) -> None:
         """Decide where the user's loader is cut, each time that data are loaded."""
         trainer = self._parts.trainer
+        if not self.is_set_up:
+            self.recipe_factor = trainer.accumulate_grad_batches  # the module's ``setup`` may have set it
         position = self._parts.progress.position
         world_size, rank = ranks.data_ranks(trainer)
         settings = SourceSettings(

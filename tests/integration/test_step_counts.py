@@ -86,6 +86,38 @@ def test_lightning_counts_the_steps_of_windows_of_one_size(asked: dict[str, Any]
     assert module.steps == trainer.global_step == 10
 
 
+class SetsFactor(Regression):
+    """Sets the recipe's factor in a hook that runs before the data are read."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__()
+        self.hook = hook
+
+    def set_factor_in(self, hook: str) -> None:
+        if hook == self.hook:
+            self.trainer.accumulate_grad_batches = 3
+
+    def setup(self, stage: str) -> None:
+        self.set_factor_in("setup")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        self.set_factor_in("configure_optimizers")
+        return super().configure_optimizers()
+
+    def on_fit_start(self) -> None:
+        self.set_factor_in("on_fit_start")
+
+
+@pytest.mark.parametrize("hook", ["setup", "configure_optimizers", "on_fit_start"])
+def test_the_recipe_has_the_factor_that_a_hook_of_the_set_up_gives(micro_batching: Any, hook: str) -> None:
+    stock, _ = fit(loader(24, 4), module=SetsFactor(hook), max_epochs=1)
+    callback = AutoAccumulate(micro_batching=micro_batching, verify=False, cache=False)
+    module, _ = fit(loader(24, 4), callback, module=SetsFactor(hook), max_epochs=1)
+    assert callback.plan.effective_batch_size == 12
+    assert len(module.gradients) == 2
+    torch.testing.assert_close(module.gradients, stock.gradients)
+
+
 class Paired(Regression):
     """Trains on two loaders at a time, and keeps the samples of each pass over the larger one."""
 

@@ -229,8 +229,9 @@ def statistics_of_parts(sizes: tuple[int, int]) -> AbstractContextManager[None]:
 
 def rounding(trainer: Any, *, plain: bool = True) -> float:
     """Return the relative difference that precision explains: of the weights, and of autocast if it stays on."""
-    trained = [each for each in trainer.lightning_module.parameters() if each.requires_grad]
-    kinds = {each.dtype for each in trained if each.is_floating_point()}
+    kinds = {
+        each.dtype for each in trainer.lightning_module.parameters() if each.requires_grad and each.is_floating_point()
+    }
     if not plain and hasattr(trainer.precision_plugin, "autocast_context_manager"):
         kinds.add(torch.bfloat16 if "bf16" in str(trainer.precision) else torch.float16)
     return max((_ROUNDING.get(kind, _SINGLE) for kind in kinds), default=_SINGLE)
